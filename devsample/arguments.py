@@ -1,0 +1,274 @@
+"""The arguments of a run, checked before any work starts, and the plan that follows from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from devsample.callbacks import check_callbacks
+from devsample.data.spec import LoaderSpec
+from devsample.errors import FeatureNotAvailableError, InvalidArgumentError, RunFolderError
+from devsample.executors.devices import slot_devices
+from devsample.flat import resolve_masks
+from devsample.losses import resolve_evaluate
+from devsample.machine import available_cores
+from devsample.payload import Parts, home_device, unwrap
+from devsample.seeds import check_seed, fresh_seed
+from devsample.specs import RunSpec, SamplerSpec, sampler_spec
+from devsample.types import Executor
+
+_LATER = {"observables": None, "until": None, "timeout": None, "compile": False}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of `estimate_learning_coeff_with_summary`, as given."""
+
+    model: Any
+    loader: Any
+    callbacks: Any
+    evaluate: Any
+    sampling_method: Any
+    optimizer_kwargs: Any
+    num_draws: Any
+    num_chains: Any
+    num_burnin_steps: Any
+    num_steps_bw_draws: Any
+    init_loss: Any
+    grad_accum_steps: Any
+    cores: Any
+    seed: Any
+    device: Any
+    gpu_idxs: Any
+    verbose: Any
+    optimize_over_per_model_param: Any
+    online: Any
+    use_amp: Any
+    loader_spec: Any
+    settings: Any
+    param_masks: Any
+    baseline: Any
+    start: Any
+    train_mode: Any
+    autocast_dtype: Any
+    observables: Any
+    until: Any
+    devices: Any
+    threads_per_chain: Any
+    chains_per_process: Any
+    executor: Any
+    run_dir: Any
+    on_failure: Any
+    timeout: Any
+    compile: Any
+    on_records: Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that can start.
+
+    Attributes:
+        model: the caller's model; only read.
+        parts: everything else that a chain needs.
+        slots: device of each slot.
+        in_processes: whether slots are other processes.
+        executor: the user's own executor, or None.
+        threads: CPU threads of a chain process.
+        run_dir: where the run folder goes, or None for a temporary one.
+        cores: what ``cores`` came to.
+        seeds: seed of each chain, where each has its own.
+    """
+
+    model: torch.nn.Module
+    parts: Parts
+    slots: tuple[str, ...]
+    in_processes: bool
+    executor: Executor | None
+    threads: int
+    run_dir: Path | None
+    on_failure: str
+    on_records: Callable[..., None] | None
+    verbose: bool
+    online: bool
+    cores: int
+    seeds: tuple[int, ...] | None
+
+
+def make_plan(given: Arguments) -> Plan:
+    """Check every argument and decide the layout of the run.
+
+    Raises:
+        InvalidArgumentError: naming the argument and what to give instead.
+    """
+    for name, default in _LATER.items():
+        if getattr(given, name) != default:
+            raise FeatureNotAvailableError(f"{name}: this version of devsample does not have it yet; leave it out.")
+    model = _check_model(given.model)
+    sampler = sampler_spec(given.sampling_method, given.optimizer_kwargs)
+    run = _run_spec(given, sampler)
+    slots = slot_devices(
+        given.cores, given.device, given.gpu_idxs, given.devices, home_device(model), run.num_chains
+    )
+    executor, in_processes = _check_executor(given.executor, slots)
+    callbacks = check_callbacks(given.callbacks, run.num_chains, travels=in_processes)
+    masks = resolve_masks(unwrap(model), *_masks(given))
+    parts = Parts(_loader_spec(given), resolve_evaluate(given.evaluate), callbacks, sampler, run, masks)
+    if given.on_failure not in ("retry", "keep", "raise"):
+        raise InvalidArgumentError(f'on_failure: expected "retry", "keep" or "raise", got {given.on_failure!r}.')
+    if given.on_records is not None and not callable(given.on_records):
+        raise InvalidArgumentError(f"on_records: expected a function of a DataFrame, got {given.on_records!r}.")
+    return Plan(
+        model=model,
+        parts=parts,
+        slots=tuple(slots),
+        in_processes=in_processes,
+        executor=executor,
+        threads=_threads(given.threads_per_chain, run.num_chains),
+        run_dir=_check_run_dir(given.run_dir),
+        on_failure=given.on_failure,
+        on_records=given.on_records,
+        verbose=bool(given.verbose),
+        online=bool(given.online),
+        cores=len(slots),
+        seeds=run.seed if isinstance(run.seed, tuple) else None,
+    )
+
+
+def _check_model(model: object) -> torch.nn.Module:
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgumentError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
+    return model
+
+
+def _run_spec(given: Arguments, sampler: SamplerSpec) -> RunSpec:
+    for name, least in (
+        ("num_draws", 1),
+        ("num_chains", 1),
+        ("num_burnin_steps", 0),
+        ("num_steps_bw_draws", 1),
+        ("grad_accum_steps", 1),
+    ):
+        check_integer(name, getattr(given, name), least)
+    if given.start not in ("center", "prior"):
+        raise InvalidArgumentError(f'start: expected "center" or "prior", got {given.start!r}.')
+    seed = check_seed(given.seed, given.num_chains)
+    group = 1 if given.chains_per_process == "auto" else given.chains_per_process
+    check_integer("chains_per_process", group, 1)
+    baseline, init_loss = _check_baseline(given.baseline, given.init_loss)
+    return RunSpec(
+        num_draws=given.num_draws,
+        num_chains=given.num_chains,
+        num_burnin_steps=given.num_burnin_steps,
+        num_steps_bw_draws=given.num_steps_bw_draws,
+        grad_accum_steps=given.grad_accum_steps,
+        seed=fresh_seed() if seed is None else seed,
+        baseline=baseline,  # type: ignore[arg-type]
+        init_loss=init_loss,
+        start=given.start,
+        train_mode=bool(given.train_mode),
+        autocast_dtype=_autocast(given),
+        auto=_is_auto(given.settings, sampler),
+        group_size=group,
+    )
+
+
+def check_integer(name: str, value: object, least: int) -> None:
+    """An error unless ``value`` is an integer ≥ ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidArgumentError(f"{name}: expected an integer ≥ {least}, got {value!r}.")
+
+
+def _check_baseline(baseline: object, init_loss: object) -> tuple[str, float | None]:
+    if baseline not in ("paired", "full", "fixed"):
+        raise InvalidArgumentError(f'baseline: expected "paired", "full" or "fixed", got {baseline!r}.')
+    if init_loss is None:
+        if baseline == "fixed":
+            raise InvalidArgumentError('baseline: "fixed" needs init_loss, the loss at w*.')
+        return str(baseline), None
+    if baseline == "full":
+        raise InvalidArgumentError('init_loss, baseline: "full" computes the loss at w*; drop one of them.')
+    value = float(init_loss)  # type: ignore[arg-type]
+    if not math.isfinite(value):
+        raise InvalidArgumentError(f"init_loss: expected a finite number, got {init_loss!r}.")
+    return "fixed", value
+
+
+def _autocast(given: Arguments) -> torch.dtype | None:
+    dtype = given.autocast_dtype
+    if dtype is None:
+        return torch.bfloat16 if given.use_amp else None
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise InvalidArgumentError(f"autocast_dtype: expected torch.bfloat16 or torch.float16, got {dtype!r}.")
+    return torch.bfloat16 if dtype is torch.bfloat16 else torch.float16
+
+
+def _is_auto(settings: object, sampler: SamplerSpec) -> bool:
+    if settings not in (None, "auto"):
+        raise InvalidArgumentError(f'settings: expected None or "auto", got {settings!r}.')
+    if settings == "auto" and sampler.lr is not None:
+        raise InvalidArgumentError('settings, optimizer_kwargs: "auto" chooses lr; drop lr or settings.')
+    return sampler.lr is None
+
+
+def _masks(given: Arguments) -> tuple[Mapping[str, Any] | None, str]:
+    both = given.param_masks is not None and given.optimize_over_per_model_param is not None
+    if both:
+        raise InvalidArgumentError("param_masks, optimize_over_per_model_param: give one of them.")
+    old = given.optimize_over_per_model_param is not None
+    masks = given.optimize_over_per_model_param if old else given.param_masks
+    name = "optimize_over_per_model_param" if old else "param_masks"
+    if masks is not None and not isinstance(masks, Mapping):
+        raise InvalidArgumentError(f"{name}: expected {{parameter name: boolean tensor or True}}, got {masks!r}.")
+    return masks, name
+
+
+def _loader_spec(given: Arguments) -> LoaderSpec:
+    if (given.loader is None) == (given.loader_spec is None):
+        raise InvalidArgumentError(
+            "loader, loader_spec: give exactly one of them: a DataLoader, or a LoaderSpec."
+        )
+    if given.loader_spec is None:
+        return given.loader if isinstance(given.loader, LoaderSpec) else LoaderSpec.from_dataloader(given.loader)
+    if isinstance(given.loader_spec, DataLoader):
+        raise InvalidArgumentError("loader_spec: this is a DataLoader; pass it as loader=.")
+    if not isinstance(given.loader_spec, LoaderSpec):
+        raise InvalidArgumentError(f"loader_spec: expected a LoaderSpec, got {type(given.loader_spec).__name__}.")
+    return given.loader_spec
+
+
+def _check_executor(executor: object, slots: Sequence[str]) -> tuple[Executor | None, bool]:
+    if executor == "auto":
+        return None, len(slots) > 1
+    if executor in ("inline", "processes"):
+        if executor == "inline" and len(slots) > 1:
+            raise InvalidArgumentError('executor, cores: "inline" has one slot; use cores=1 or "processes".')
+        return None, executor == "processes"
+    if all(callable(getattr(executor, name, None)) for name in ("open", "submit", "poll", "cancel", "close")):
+        return executor, True  # type: ignore[return-value]
+    raise InvalidArgumentError(f'executor: expected "auto", "inline", "processes" or an Executor, got {executor!r}.')
+
+
+def _threads(threads: object, num_chains: int) -> int:
+    if threads is None:
+        return max(1, available_cores() // num_chains)
+    check_integer("threads_per_chain", threads, 1)
+    return int(threads)  # type: ignore[call-overload, no-any-return]
+
+
+def _check_run_dir(run_dir: object) -> Path | None:
+    if run_dir is None:
+        return None
+    path = Path(run_dir)  # type: ignore[arg-type]
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunFolderError(
+            f"run_dir: {path} is not empty. Give a new folder; this version does not continue a run, and "
+            "nothing in the folder was changed."
+        )
+    return path

@@ -1,0 +1,5 @@
+"""From a recipe for data to batches on a chain's device."""
+
+from devsample.data.spec import LoaderSpec
+
+__all__ = ["LoaderSpec"]

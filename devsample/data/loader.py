@@ -1,0 +1,257 @@
+"""One DataLoader per chain process, serving the batches of all its chains by request."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, TensorDataset, default_collate, default_convert
+
+from devsample.data.batches import to_device
+from devsample.data.orders import Order, make_order
+from devsample.data.spec import REMEDY, LoaderSpec
+from devsample.data.worker import (
+    BatchDataset,
+    BatchRequest,
+    Carried,
+    Rebuilt,
+    WorkerStart,
+    pass_through,
+    send,
+)
+from devsample.errors import LoaderError, LoaderWorkerError, NotPicklableError
+from devsample.machine import describe_exit, hidden_main_module, worker_server
+from devsample.seeds import ChainKey, IndexBlocks, Role, stream_seed
+from devsample.serialize import pack
+
+_SEPARATE_ROLES = (Role.LOSS_ORDER, Role.PROBE_ORDER)
+_LOST_WORKER = (RuntimeError, OSError, EOFError)
+
+
+class ChainLoader:
+    """Builds the data set and its DataLoader once, and serves batches by request.
+
+    Args:
+        spec: the recipe.
+        keys: the keys of all chains of the run, by number.
+        grad_accum_steps: micro-batches per step.
+        device: where batches end up.
+    """
+
+    def __init__(
+        self, spec: LoaderSpec, keys: Sequence[ChainKey], *, grad_accum_steps: int, device: torch.device
+    ) -> None:
+        self.spec = spec
+        self._keys, self._accumulate, self._device = tuple(keys), grad_accum_steps, device
+        self._micro_size = 1 if spec.batch_size is None else spec.batch_size
+        self._orders: dict[tuple[int, int], Order] = {}
+        self._plan = _Plan()
+        self._resources = contextlib.ExitStack()
+        dataset = spec.make_dataset()
+        self.num_samples = spec.sample_count(dataset)
+        self._seeded = not (type(dataset) is TensorDataset and spec.collate_fn in (None, default_collate))
+        if spec.num_workers > 0:
+            self._resources.enter_context(worker_server(spec.multiprocessing_context))
+        self._loader = self._build(dataset)
+
+    def requests(self, chain: int, step: int, role: Role = Role.ORDER) -> list[BatchRequest]:
+        """The micro-batches of one step of one chain, for a purpose."""
+        order = self._orders.get((chain, role)) or self._new_order(chain, role)
+        indices = order(step)
+        pieces = self._pieces(indices.tolist() if isinstance(indices, np.ndarray) else list(indices))
+        last = len(pieces) - 1
+        return [
+            self._request(chain, step, micro, role, piece, last=micro == last) for micro, piece in enumerate(pieces)
+        ]
+
+    def full_pass(self, count: int) -> list[BatchRequest]:
+        """Requests that cover samples 0 … ``count − 1`` once (evenly spread if not all)."""
+        if count >= self.num_samples:
+            indices = list(range(self.num_samples))
+        else:
+            indices = np.linspace(0, self.num_samples - 1, count).astype(np.int64).tolist()
+        size = self._micro_size
+        pieces = [indices[start : start + size] for start in range(0, len(indices), size)]
+        return [self._request(0, step, 0, Role.FULL_ORDER, piece, last=True) for step, piece in enumerate(pieces)]
+
+    def serve(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[BatchRequest, Any]]:
+        """Each request with its batch on the device, in order.
+
+        Raises:
+            LoaderWorkerError: a worker died, or raised while it made a batch.
+            LoaderError: the data set raised in this process.
+        """
+        self._plan.requests = iter(requests)
+        batches = self._guarded(self._start)
+        while True:
+            try:
+                batch = self._guarded(lambda: next(batches))
+            except StopIteration:
+                return
+            yield self._plan.taken(), to_device(batch, self._device)
+
+    def as_dataloader(self, chain: int, num_steps: int | None) -> DataLoader[Any]:
+        """The DataLoader itself, its plan set to the steps of one chain."""
+
+        def steps() -> Iterator[BatchRequest]:
+            step = 0
+            while num_steps is None or step < num_steps:
+                yield from self.requests(chain, step)
+                step += 1
+
+        self._plan.restart = steps
+        self._loader._devsample = self  # type: ignore[attr-defined]  # lives as long as the loader
+        return self._loader
+
+    def close(self) -> None:
+        """End the workers."""
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+            iterator._shutdown_workers()
+        self._loader._iterator = None
+        self._live = None
+        self._resources.close()
+
+    def __enter__(self) -> ChainLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _new_order(self, chain: int, role: Role) -> Order:
+        size = self._micro_size * self._accumulate
+        key = self._keys[chain]
+        order: Order
+        if role in _SEPARATE_ROLES:
+            order = IndexBlocks(key, role, self.num_samples, size)
+        else:
+            sampler = self.spec.batch_sampler if self.spec.batch_sampler is not None else self.spec.sampler
+            order = make_order(
+                self.spec.order, key, self.num_samples, size, drop_last=self.spec.drop_last, sampler=sampler
+            )
+        self._orders[chain, role] = order
+        return order
+
+    def _pieces(self, indices: list[int]) -> list[list[int]]:
+        if self.spec.batch_sampler is not None:
+            return [indices]
+        size = self._micro_size
+        return [indices[start : start + size] for start in range(0, len(indices), size)]
+
+    def _request(
+        self, chain: int, step: int, micro: int, role: Role, indices: list[int], *, last: bool
+    ) -> BatchRequest:
+        seed = stream_seed(self._keys[chain], Role.ITEMS, step, micro << 8 | role) if self._seeded else 0
+        return BatchRequest(chain, step, micro, int(role), last, indices, seed)
+
+    def _build(self, dataset: Any) -> DataLoader[Any]:
+        spec = self.spec
+        batched = spec.batch_size is not None
+        collate = spec.collate_fn or (default_collate if batched else default_convert)
+        source = BatchDataset(
+            self._carry(dataset), Carried(collate), batched=batched, seeded=self._seeded
+        )
+        workers: dict[str, Any] = {}
+        if spec.num_workers > 0:
+            workers = {
+                "prefetch_factor": spec.prefetch_factor,
+                "persistent_workers": spec.persistent_workers,
+                "timeout": spec.timeout,
+                "worker_init_fn": WorkerStart(pass_through(spec.worker_init_fn)),
+                "multiprocessing_context": multiprocessing.get_context(spec.multiprocessing_context),
+            }
+        pin = spec.pin_memory if spec.pin_memory is not None else self._device.type == "cuda"
+        return _SafeDataLoader(
+            source,
+            batch_size=None,
+            sampler=self._plan,
+            collate_fn=send,
+            num_workers=spec.num_workers,
+            pin_memory=pin and torch.accelerator.is_available(),
+            pin_memory_device=spec.pin_memory_device,
+            generator=torch.Generator(),
+            **workers,
+        )
+
+    def _carry(self, dataset: Any) -> Carried:
+        """The data set in the form in which workers that are not forked get it."""
+        spec = self.spec
+        if spec.num_workers == 0 or spec.multiprocessing_context == "fork":
+            return Carried(dataset)
+        recipe = cloudpickle.dumps(spec.make_dataset) if spec.is_factory else b""
+        if spec.worker_dataset == "rebuild":
+            return Rebuilt(dataset, recipe)
+        try:
+            pack(dataset, "dataset", remedy=REMEDY)
+        except NotPicklableError:
+            if spec.worker_dataset == "auto" and spec.is_factory:
+                return Rebuilt(dataset, recipe)
+            raise
+        return Carried(dataset, cloudpickle.dumps(dataset))
+
+    def _start(self) -> Iterator[Any]:
+        self._live = iter(self._loader)
+        return self._live
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        """Call into the loader; whatever goes wrong there is named."""
+        try:
+            return call()
+        except (StopIteration, LoaderError, KeyboardInterrupt):
+            raise
+        except _LOST_WORKER as error:
+            raise self._name_lost_worker(error) from error
+        except Exception as error:
+            raise LoaderError(f"the loader raised {type(error).__name__}: {error}") from error
+
+    def _name_lost_worker(self, error: Exception) -> LoaderError:
+        workers = getattr(self._live, "_workers", None) or []
+        dead = [
+            f"loader worker {number} (pid {process.pid}) was {describe_exit(process.exitcode)}"
+            if (process.exitcode or 0) < 0
+            else f"loader worker {number} (pid {process.pid}) {describe_exit(process.exitcode)}"
+            for number, process in enumerate(workers)
+            if not process.is_alive()
+        ]
+        if not dead:
+            return LoaderError(f"the loader raised {type(error).__name__}: {error}")
+        return LoaderWorkerError(
+            f"{'; '.join(dead)}. If memory ran out, lower num_workers, prefetch_factor or batch_size. ({error})"
+        )
+
+    _live: Any = None
+
+
+class _SafeDataLoader(DataLoader[Any]):
+    """A DataLoader whose workers start from any script, and whatever the default device is."""
+
+    def _get_iterator(self) -> Any:
+        with hidden_main_module(), torch.device("cpu"):
+            return super()._get_iterator()
+
+
+class _Plan:
+    """The sampler of the wrapped loader: hands out requests and remembers what is under way."""
+
+    def __init__(self) -> None:
+        self.requests: Iterator[BatchRequest] = iter(())
+        self.restart: Callable[[], Iterator[BatchRequest]] | None = None
+        self._under_way: list[BatchRequest] = []
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        self._under_way = []
+        for request in self.restart() if self.restart is not None else self.requests:
+            self._under_way.append(request)
+            yield request
+
+    def taken(self) -> BatchRequest:
+        """The request whose batch has just arrived; batches arrive in order."""
+        return self._under_way.pop(0)

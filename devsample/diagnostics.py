@@ -1,0 +1,510 @@
+"""What the draws say about the estimate: its error bar, and whether to believe it.
+
+Arrays of draws have shape (num_chains, num_draws), float64, and hold healthy chains only. The
+numbers come first (:func:`describe`, :func:`drift`, :func:`predict_bias`), then the checks: each
+looks at the :class:`Evidence` and returns one :class:`Finding` or None. A new check is a new
+function in ``CHECKS``.
+
+References:
+    Vehtari, Gelman, Simpson, Carpenter, Bürkner (2021), Rank-normalization, folding, and
+    localization: an improved R-hat, Bayesian Analysis 16(2): split R-hat, ESS and MCSE, computed
+    by arviz-stats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "Description",
+    "Evidence",
+    "Finding",
+    "LostChain",
+    "PredictedBias",
+    "align",
+    "describe",
+    "drift",
+    "examine",
+    "format_number",
+    "predict_bias",
+    "verdict_of",
+]
+
+Draws: TypeAlias = NDArray[np.float64]
+Severity: TypeAlias = Literal["caution", "reject"]
+Verdict: TypeAlias = Literal["trust", "caution", "reject"]
+
+LOST_REJECT = 0.25  # share of chains lost above which what is left is a selection
+NEGATIVE_Z = 2.0  # standard errors below zero: no healthy run comes near it
+DRIFT_Z = 3.0  # a healthy run exceeds it by chance about once in 300
+DRIFT_REJECT = 0.25  # drift between the halves relative to the estimate
+RHAT_CAUTION, RHAT_REJECT = 1.05, 1.2  # 1.05: about 10 effective draws per half chain
+ESS_CAUTION, ESS_REJECT = 50.0, 10.0  # over all chains; at 50 the error bar is itself 25 % off
+RELATIVE_SE_CAUTION = 0.25
+BIAS_CAUTION, BIAS_REJECT = 0.05, 0.30  # predicted bias relative to the estimate
+MOVE_RESOLUTION = 2.0**-23  # loss differences below this share of the loss are float32 rounding
+MIN_DRAWS = 4  # arviz-stats' least length for an autocorrelation
+
+
+def align(traces: Sequence[Draws]) -> Draws:
+    """Stack traces of unequal length, cut to the first draws that all of them have.
+
+    Args:
+        traces: one array of shape (num_draws_i,) per chain, at least one.
+
+    Returns:
+        Shape (len(traces), min(num_draws_i)).
+
+    >>> align([np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0])])
+    array([[1., 2.],
+           [4., 5.]])
+    """
+    shared = min(len(trace) for trace in traces)
+    return np.stack([np.asarray(trace[:shared], dtype=np.float64) for trace in traces])
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Description:
+    r"""A mean over chains and draws with its Monte Carlo error.
+
+    .. math:: \mathrm{se} = \mathrm{sd} / \sqrt{\mathrm{ESS}}
+
+    Attributes:
+        mean: over all draws of all chains.
+        se: Monte Carlo standard error of the mean, autocorrelation and the spread between chains
+            included. NaN for one chain with fewer than 4 draws.
+        ess: effective number of draws for the mean, over all chains; NaN below 4 draws a chain.
+        rhat: split R-hat; of one chain, over its two halves. NaN below 8 draws a chain and for
+            draws that are all equal, inf for chains that are constant but differ.
+    """
+
+    mean: float
+    se: float
+    ess: float
+    rhat: float
+    num_chains: int
+    num_draws: int
+
+
+def describe(draws: Draws) -> Description:
+    """Mean, standard error, effective draws and split R-hat of draws of healthy chains.
+
+    With fewer than 4 draws a chain there is no autocorrelation to estimate: the standard error
+    then comes from the spread of the chain means, which needs two chains. Constant draws have
+    standard error 0 and as many effective draws as draws.
+
+    Args:
+        draws: shape (num_chains, num_draws), finite, at least one draw.
+
+    References:
+        Vehtari et al. (2021), equations 3-4 (R-hat), 10-13 (ESS), 14 (MCSE).
+
+    >>> result = describe(np.array([[1.0, 1.0, 4.0], [3.0, 3.0, 3.0]]))
+    >>> result.mean, result.se
+    (2.5, 0.5)
+    """
+    num_chains, num_draws = draws.shape
+    center, scale = _location_scale(draws)
+    scaled = (draws - center) / scale
+    return Description(
+        mean=center + scale * float(scaled.mean()),
+        se=scale * _mcse(scaled),
+        ess=_ess(scaled),
+        rhat=_split_rhat(scaled),
+        num_chains=num_chains,
+        num_draws=num_draws,
+    )
+
+
+def _location_scale(draws: Draws) -> tuple[float, float]:
+    # ESS and R-hat do not depend on location and scale, but arviz-stats calls draws constant when
+    # they differ by less than an absolute 1e-15, and squares of huge draws overflow.
+    center = float(draws.flat[0])
+    return center, float(np.abs(draws - center).max()) or 1.0
+
+
+def _mcse(draws: Draws) -> float:
+    from arviz_stats.base import array_stats
+
+    num_chains, num_draws = draws.shape
+    if num_draws >= MIN_DRAWS:
+        return float(array_stats.mcse(draws, method="mean"))
+    if num_chains < 2:
+        return math.nan
+    return float(draws.mean(axis=1).std(ddof=1)) / math.sqrt(num_chains)
+
+
+def _ess(draws: Draws) -> float:
+    from arviz_stats.base import array_stats
+
+    return float(array_stats.ess(draws, method="mean"))
+
+
+def _split_rhat(draws: Draws) -> float:
+    from arviz_stats.base import array_stats
+
+    half = draws.shape[1] // 2
+    if half < MIN_DRAWS or np.ptp(draws) == 0:
+        return math.nan
+    halves = np.vstack([draws[:, :half], draws[:, -half:]])  # here, since arviz-stats' "split"
+    with np.errstate(divide="ignore", invalid="ignore"):  # refuses a single chain
+        return float(array_stats.rhat(halves, method="identity"))
+
+
+def drift(draws: Draws) -> tuple[float, float]:
+    r"""How far the second half of the draws lies above the first, also in standard errors.
+
+    .. math:: d = \bar x_{\mathrm{second}} - \bar x_{\mathrm{first}}, \qquad z = d / s
+
+    s is the larger of two errors: √2 times the MCSE of the second half less its linear trend (a
+    trend would count as autocorrelation and so hide itself), and the spread of d between the
+    chains, which are independent whatever their autocorrelation.
+
+    Args:
+        draws: shape (num_chains, num_draws).
+
+    Returns:
+        (d, z), both NaN with fewer than 8 draws a chain.
+
+    >>> d, z = drift(np.linspace(0.0, 1.0, 101)[None, :])
+    >>> round(d, 3), z > 3
+    (0.51, True)
+    """
+    num_chains, num_draws = draws.shape
+    half = num_draws // 2
+    if half < MIN_DRAWS:
+        return math.nan, math.nan
+    first, second = draws[:, :half], draws[:, num_draws - half :]
+    steps = second.mean(axis=1) - first.mean(axis=1)
+    time = np.arange(half) - (half - 1) / 2
+    slope = float(second.mean(axis=0) @ time / (time @ time))
+    error = math.sqrt(2.0) * describe(second - slope * time).se
+    if num_chains > 1:
+        error = max(error, float(steps.std(ddof=1)) / math.sqrt(num_chains))
+    difference = float(steps.mean())
+    if error == 0:
+        return difference, math.copysign(math.inf, difference) if difference else 0.0
+    return difference, difference / error
+
+
+@dataclass(frozen=True)
+class PredictedBias:
+    """First-order bias of the estimate from the step size, see :func:`predict_bias`.
+
+    Attributes:
+        absolute: in units of the learning coefficient.
+        relative: absolute / abs(estimate).
+        step: the part that a full-batch chain would have too (Euler only).
+        minibatch: the part of the gradient noise.
+        lr_fit: the largest lr whose predicted bias is 5 % of the estimate it would give.
+    """
+
+    absolute: float
+    relative: float
+    step: float
+    minibatch: float
+    lr_fit: float
+
+    def __float__(self) -> float:
+        return self.absolute
+
+
+def predict_bias(
+    estimate: float,
+    *,
+    lr: float,
+    nbeta: float,
+    euler: bool,
+    gradient_noise: float | None,
+    hessian_trace: float | None = None,
+) -> PredictedBias | None:
+    r"""Predict the bias that a finite step gives the estimate, to first order in lr.
+
+    .. math:: \frac{\varepsilon}{8}\left[ n\beta\,\mathrm{tr}H + (n\beta)^2 V \right]
+
+    The term of the Hessian H is that of Euler steps; averaged noise does not have it. V is the
+    trace of the covariance of one step's gradient estimate. Localization makes the bias smaller
+    than predicted. ``lr_fit`` uses that the bias is linear in lr: with λ = estimate − bias (at
+    least a quarter of the estimate, beyond which the law says little), it solves
+    bias(lr_fit) = 5 % of (λ + bias(lr_fit)).
+
+    Args:
+        estimate: λ̂, bias included.
+        lr: ε.
+        nbeta: nβ.
+        euler: whether the integrator is Euler's.
+        gradient_noise: V, of the loss without nβ; None if it was not measured.
+        hessian_trace: tr H; None if it was not measured (its term is then left out).
+
+    Returns:
+        None without gradient_noise, or if the estimate is not positive.
+
+    References:
+        Vollmer, Zygalakis, Teh (2016), (Non-)asymptotic properties of stochastic gradient Langevin
+        dynamics, JMLR 17(159); on a Gaussian the first order of the exact stationary law.
+
+    >>> bias = predict_bias(4.0, lr=1e-3, nbeta=100.0, euler=False, gradient_noise=0.8)
+    >>> round(bias.absolute, 3), round(bias.relative, 3), round(bias.lr_fit, 6)
+    (1.0, 0.25, 0.000158)
+    """
+    if gradient_noise is None or not math.isfinite(gradient_noise) or not estimate > 0:
+        return None
+    step = lr / 8 * nbeta * max(hessian_trace or 0.0, 0.0) if euler else 0.0
+    minibatch = lr / 8 * nbeta**2 * gradient_noise
+    absolute = step + minibatch
+    unbiased = max(estimate - absolute, estimate / 4)
+    allowed = unbiased * BIAS_CAUTION / (1 - BIAS_CAUTION)
+    lr_fit = lr * allowed / absolute if absolute > 0 else math.inf
+    return PredictedBias(absolute, absolute / estimate, step, minibatch, lr_fit)
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that speaks against the estimate.
+
+    Attributes:
+        kind: its short name, e.g. ``"drift"``.
+        severity: ``"caution"`` or ``"reject"``.
+        text: one sentence with the figure, the likely cause and what to change.
+    """
+
+    kind: str
+    severity: Severity
+    text: str
+
+
+@dataclass(frozen=True)
+class LostChain:
+    """A chain that is left out of the estimate, and why."""
+
+    chain: int
+    status: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that the checks look at.
+
+    Attributes:
+        llc: draws of the healthy chains, shape (num_chains, num_draws).
+        loss: loss at the same draws, same shape.
+        baseline: loss at w* that was subtracted, same shape.
+        estimate: ``describe(llc)``.
+        lost: the chains that are left out.
+        bias: ``predict_bias(...)``, or None where no law is known.
+        settings: of the run, as in ``LLCResult.settings``.
+    """
+
+    llc: Draws
+    loss: Draws
+    baseline: Draws
+    estimate: Description
+    lost: tuple[LostChain, ...]
+    bias: PredictedBias | None
+    settings: Mapping[str, Any]
+
+
+def examine(evidence: Evidence) -> tuple[Finding, ...]:
+    """Run every check; what tells most about the cause comes first.
+
+    Causes come before symptoms (R-hat, few draws), the graver before the lighter, and then the
+    order of ``CHECKS``.
+    """
+    found = [finding for check in CHECKS if (finding := check(evidence)) is not None]
+    return tuple(sorted(found, key=lambda f: (f.kind in SYMPTOMS, f.severity != "reject")))
+
+
+def verdict_of(findings: Sequence[Finding]) -> Verdict:
+    """``"reject"`` or ``"caution"``, whichever is the gravest finding, or ``"trust"``.
+
+    >>> verdict_of([])
+    'trust'
+    """
+    severities = {finding.severity for finding in findings}
+    if "reject" in severities:
+        return "reject"
+    return "caution" if severities else "trust"
+
+
+def format_number(value: float, digits: int = 3) -> str:
+    """A figure for people: ``digits`` significant digits, no exponent where one can do without.
+
+    >>> format_number(1234.5), format_number(0.0123), format_number(1e-5), format_number(np.nan)
+    ('1234', '0.0123', '1e-05', '–')
+    """
+    if math.isnan(value):
+        return "–"
+    if 1000 <= abs(value) < 1e6:
+        return f"{value:.0f}"
+    return f"{value:.{digits}g}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
+
+
+REMEDIES = {
+    "diverged": "lower lr (now {lr})",
+    "failed": "mend the error that its message names",
+    "died": "look in its log for a lack of memory or a kill",
+    "stopped": "let it run to the end",
+}
+
+
+def check_lost(evidence: Evidence) -> Finding | None:
+    """Chains that are left out: what is left is a selection."""
+    lost, kept = evidence.lost, len(evidence.llc)
+    if not lost:
+        return None
+    total = kept + len(lost)
+    named = "; ".join(f"{c.chain} {c.status}" + (f" ({c.why})" if c.why else "") for c in lost[:4])
+    more = f"; and {len(lost) - 4} more" if len(lost) > 4 else ""
+    statuses = dict.fromkeys(chain.status for chain in lost)
+    lr = format_number(float(evidence.settings.get("lr", math.nan)))
+    remedy = " and ".join(REMEDIES[s].format(lr=lr) for s in statuses if s in REMEDIES)
+    text = (
+        f"{len(lost)} of {total} chains {'is' if len(lost) == 1 else 'are'} left out, which can "
+        f"bias the estimate: chain {named}{more}; {remedy or 'see the table of chains'}."
+    )
+    return Finding("lost", "reject" if len(lost) > LOST_REJECT * total else "caution", text)
+
+
+def check_moves(evidence: Evidence) -> Finding | None:
+    """Losses at w and at w* that are equal: the weights do not move."""
+    gap = np.abs(evidence.loss - evidence.baseline).max()
+    if np.ptp(evidence.llc) > 0 and gap > MOVE_RESOLUTION * np.abs(evidence.baseline).max():
+        return None
+    text = (
+        f"Nothing moves: the loss is never more than {format_number(float(gap))} from that at w*, "
+        "so no weight was free to move or no step was large enough to show; check requires_grad "
+        "and param_masks, keep the weights in float32, or raise lr "
+        f"(now {format_number(float(evidence.settings.get('lr', math.nan)))})."
+    )
+    return Finding("frozen", "reject", text)
+
+
+def check_negative(evidence: Evidence) -> Finding | None:
+    """A significantly negative estimate: the chains found a lower loss than at w*."""
+    mean, se = evidence.estimate.mean, evidence.estimate.se
+    if math.isnan(se) or mean >= -NEGATIVE_Z * se:
+        return None
+    distance = f"{format_number(-mean / se)} standard errors" if se > 0 else "without any spread"
+    text = (
+        f"The estimate is negative ({format_number(mean)}, {distance} below 0): the chains find "
+        "lower loss than at w*, so w* is no minimum of this loss; train w* to convergence, or "
+        "give evaluate and data as they were in training, or raise localization."
+    )
+    return Finding("negative", "reject", text)
+
+
+def check_drift(evidence: Evidence) -> Finding | None:
+    """Halves of the draws that differ: the chains had not settled."""
+    difference, z = drift(evidence.llc)
+    if math.isnan(z) or abs(z) <= DRIFT_Z:
+        return None
+    share = abs(difference / evidence.estimate.mean) if evidence.estimate.mean else math.inf
+    settings = evidence.settings
+    burnin = int(settings.get("num_burnin_steps", 0))
+    steps = evidence.estimate.num_draws * int(settings.get("num_steps_bw_draws", 1))
+    text = (
+        f"The chains have not settled: the second half of the draws lies {_percent(share)} "
+        f"({format_number(abs(z), 2)} standard errors) {'above' if z > 0 else 'below'} the first; "
+        f"raise num_burnin_steps from {burnin} to {burnin + steps} or more"
+        + (", or raise lr or localization." if z > 0 else ", or train w* further.")
+    )
+    return Finding("drift", "reject" if share > DRIFT_REJECT else "caution", text)
+
+
+def check_bias(evidence: Evidence) -> Finding | None:
+    """A step too large for the gradient noise and the curvature."""
+    bias, settings = evidence.bias, evidence.settings
+    if bias is None or bias.relative <= BIAS_CAUTION:
+        return None
+    cause, remedy = "the noise of the minibatch gradients", "a larger batch_size"
+    if bias.step > bias.minibatch:
+        cause, remedy = "the Euler step itself", 'integrator="averaged"'
+    lower = f"lower lr from {format_number(settings['lr'])} to {_floor(bias.lr_fit)}"
+    others = [remedy]
+    batch = settings.get("nbeta_batch")
+    if settings.get("nbeta_rule") == "n/ln n" and batch is not None and batch < settings["nbeta"]:
+        others.append(
+            f'nbeta="batch" (nβ {format_number(batch)} in place of '
+            f"{format_number(settings['nbeta'])})"
+        )
+    text = (
+        f"At this lr the estimate is predicted to be {format_number(bias.absolute, 2)} "
+        f"({_percent(bias.relative)}) too high, from {cause}; "
+        f"{lower}, or take {' or '.join(others)}."
+    )
+    return Finding("bias", "reject" if bias.relative > BIAS_REJECT else "caution", text)
+
+
+def _floor(value: float) -> str:
+    """Two significant digits, rounded down: a limit must not be rounded up."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return f"{math.floor(value / unit * (1 + 1e-9)) * unit:.2g}"
+
+
+def check_rhat(evidence: Evidence) -> Finding | None:
+    """Chains that disagree by more than their own spread; one chain has none to disagree with."""
+    rhat = evidence.estimate.rhat
+    if len(evidence.llc) < 2 or math.isnan(rhat) or rhat <= RHAT_CAUTION:
+        return None
+    text = (
+        f"R-hat is {rhat:.2f} (limit {RHAT_CAUTION}): the chains disagree, because they are too "
+        "short for their autocorrelation or sit in different places; raise num_draws or "
+        "num_steps_bw_draws, and localization if the chains keep apart."
+    )
+    return Finding("rhat", "reject" if rhat > RHAT_REJECT else "caution", text)
+
+
+def check_draws(evidence: Evidence) -> Finding | None:
+    """Too few effective draws for an error bar, or an error bar too wide to be of use."""
+    estimate = evidence.estimate
+    total = estimate.num_chains * estimate.num_draws
+    if math.isnan(estimate.ess):
+        text = (
+            f"{estimate.num_draws} draws a chain are too few for an error bar; "
+            f"raise num_draws to at least {MIN_DRAWS}, better 100 or more."
+        )
+        return Finding("few draws", "reject", text)
+    if estimate.ess < ESS_CAUTION:
+        factor = math.ceil(2 * ESS_CAUTION / estimate.ess)
+        text = (
+            f"Only {estimate.ess:.0f} effective draws of {total} (limit {ESS_CAUTION:.0f}), too "
+            f"few for a sure error bar; raise num_draws or num_steps_bw_draws {factor}-fold."
+        )
+        return Finding("few draws", "reject" if estimate.ess < ESS_REJECT else "caution", text)
+    relative = estimate.se / abs(estimate.mean) if estimate.mean else math.inf
+    if relative > RELATIVE_SE_CAUTION and estimate.se > 0:
+        text = (
+            f"The standard error is {_percent(relative)} of the estimate; raise num_draws or "
+            f"num_chains {math.ceil((relative / 0.1) ** 2)}-fold for 10 %, or raise batch_size."
+        )
+        return Finding("few draws", "caution", text)
+    return None
+
+
+CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
+    check_lost,
+    check_moves,
+    check_negative,
+    check_drift,
+    check_bias,
+    check_rhat,
+    check_draws,
+)
+SYMPTOMS = frozenset({"rhat", "few draws"})

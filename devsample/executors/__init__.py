@@ -1,0 +1,1 @@
+"""Where chains run: in the caller's process, or in spawned ones. One supervisor for both."""

@@ -1,0 +1,64 @@
+"""The main function of a chain process. Imports nothing heavy before its environment is set."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from devsample.machine import leave_with_parent, own_process_group
+
+if TYPE_CHECKING:
+    from devsample.types import Task
+
+
+def main(connection: Connection, environment: Mapping[str, str], device: str, job: tuple[str, str, int]) -> None:
+    """Serve tasks from ``connection`` until it says to stop, or its other end is gone.
+
+    Args:
+        connection: pipe to the parent; every message is pickled plain values.
+        environment: set before torch is imported.
+        device: where to compute.
+        job: run folder, hash of the payload, CPU threads.
+    """
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    own_process_group()
+    leave_with_parent()
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        _serve(connection, device, job)
+
+
+def _serve(connection: Connection, device: str, job: tuple[str, str, int]) -> None:
+    from devsample import session as work
+    from devsample.types import Job
+
+    def send(*message: Any) -> None:
+        connection.send_bytes(pickle.dumps(message))
+
+    session: work.Session | None = None
+    broken: Exception | None = None
+    try:
+        try:
+            session = work.Session(Job(Path(job[0]), job[1], job[2]), device)
+        except Exception as error:
+            broken = error
+        send("ready")
+        while True:
+            task: Task | None = pickle.loads(connection.recv_bytes())
+            if task is None:
+                return
+            if session is None:
+                assert broken is not None
+                outcome = work.failed(task, broken)
+            else:
+                outcome = session.run(task, lambda event: send("event", event))
+            send("outcome", outcome)
+    finally:
+        if session is not None:
+            session.close()

@@ -1,0 +1,97 @@
+"""Which device a slot computes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from devsample.errors import InvalidArgumentError
+
+
+def slot_devices(
+    cores: object,
+    device: object,
+    gpu_idxs: Sequence[int] | None,
+    devices: Sequence[Any] | None,
+    home: torch.device,
+    num_chains: int,
+) -> list[str]:
+    """One device name per slot.
+
+    Args:
+        cores: number of chain processes, or a list of devices, one process each.
+        device: the device of all slots; a bare "cuda" with ``gpu_idxs`` or several cores means
+            cuda:0, cuda:1, … in turn over the GPUs.
+        gpu_idxs: GPU of each slot, in turn.
+        devices: devices of the slots, in turn.
+        home: where the model is.
+        num_chains: more slots than chains are of no use.
+    """
+    if isinstance(cores, (list, tuple)):
+        if devices is not None or gpu_idxs is not None:
+            raise InvalidArgumentError("cores: a list of devices is given; drop devices and gpu_idxs.")
+        devices, cores = list(cores), len(cores)
+    if isinstance(cores, bool) or not isinstance(cores, int) or cores < 1:
+        raise InvalidArgumentError(f"cores: expected an integer ≥ 1 or a list of devices, got {cores!r}.")
+    given = [name for name, value in (("devices", devices), ("gpu_idxs", gpu_idxs)) if value is not None]
+    if device is not None and devices is not None:
+        given.append("device")
+    if len(given) > 1:
+        raise InvalidArgumentError(f"{' and '.join(given)}: give one of them.")
+    chosen = [_checked(one) for one in _candidates(device, gpu_idxs, devices, home)]
+    slots = max(cores, len(chosen)) if devices is not None else cores
+    return [chosen[slot % len(chosen)] for slot in range(min(slots, num_chains))]
+
+
+def child_device(device: str) -> tuple[str, dict[str, str]]:
+    """The device's name inside a process that sees only it, and the environment that does so.
+
+    A process that sees one GPU puts a bare ``.cuda()`` of user code on the right one.
+
+    >>> child_device("cpu")
+    ('cpu', {})
+    """
+    parsed = torch.device(device)
+    if parsed.type != "cuda":
+        return device, {}
+    index = parsed.index or 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    tokens = visible.split(",") if visible else []
+    token = tokens[index].strip() if index < len(tokens) else str(index)
+    return "cuda:0", {"CUDA_VISIBLE_DEVICES": token}
+
+
+def _candidates(
+    device: object, gpu_idxs: Sequence[int] | None, devices: Sequence[Any] | None, home: torch.device
+) -> list[Any]:
+    if devices is not None:
+        if not devices:
+            raise InvalidArgumentError("devices: the list is empty.")
+        return list(devices)
+    if gpu_idxs is not None:
+        if not gpu_idxs:
+            raise InvalidArgumentError("gpu_idxs: the list is empty.")
+        return [f"cuda:{int(index)}" for index in gpu_idxs]
+    chosen = torch.device(device) if isinstance(device, (str, torch.device, int)) else home  # type: ignore[arg-type]
+    if chosen.type == "cuda" and chosen.index is None:
+        return [f"cuda:{index}" for index in range(max(1, torch.cuda.device_count()))]
+    return [str(chosen)]
+
+
+def _checked(device: object) -> str:
+    try:
+        parsed = torch.device(device)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgumentError(f"device: {device!r} is no device ({str(error).splitlines()[0]}).") from error
+    if parsed.type == "cuda":
+        count = torch.cuda.device_count()
+        if (parsed.index or 0) >= count:
+            raise InvalidArgumentError(f"device: {parsed} is not there; this machine has {count} CUDA devices.")
+    elif parsed.type == "mps" and not torch.backends.mps.is_available():
+        raise InvalidArgumentError("device: mps is not available on this machine.")
+    elif parsed.type == "meta":
+        raise InvalidArgumentError("device: meta holds no values.")
+    return str(parsed)

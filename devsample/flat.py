@@ -1,0 +1,187 @@
+"""The moving entries of a model as one flat vector that the model itself computes with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from devsample.errors import InvalidArgumentError
+
+Masks = Mapping[str, "torch.Tensor | bool"]
+
+
+@dataclass(frozen=True)
+class _Segment:
+    name: str
+    parameter: torch.nn.Parameter
+    start: int
+    stop: int
+    entries: torch.Tensor | None  # positions of the moving entries; None: all of them
+    direct: bool  # the parameter can be a view of the flat vector
+
+
+class FlatParameters:
+    """A view of a model's moving parameters as vectors of P elements.
+
+    Parameters that move as a whole and have the vectors' dtype become views of them, so nothing
+    is copied between update and forward pass; the rest (masked, or of lower precision) is copied.
+
+    Args:
+        model: a private copy; its parameters are redirected.
+        moving: what moves, by parameter name: True, or a boolean tensor of its entries.
+    """
+
+    def __init__(self, model: torch.nn.Module, moving: Masks) -> None:
+        self.dtype = _state_dtype(model, moving)
+        self.segments: list[_Segment] = []
+        self.size = 0
+        for name, parameter in model.named_parameters():
+            mask = moving.get(name, False)
+            entries = _entries(mask, parameter)
+            if isinstance(mask, bool) and not mask:
+                parameter.requires_grad_(False)
+                continue
+            count = parameter.numel() if entries is None else len(entries)
+            direct = entries is None and parameter.dtype == self.dtype
+            stop = self.size + count
+            self.segments.append(_Segment(name, parameter, self.size, stop, entries, direct))
+            self.size = stop
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.segments[0].parameter.device
+
+    def read(self) -> torch.Tensor:
+        """The moving entries now, a new vector of shape (P,)."""
+        parts = [_pick(one.parameter.detach(), one.entries).to(self.dtype) for one in self.segments]
+        return torch.cat(parts)
+
+    def point_to(self, values: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """Make the model compute at ``values`` and leave its gradient in ``gradient``, both (P,)."""
+        for one in self.segments:
+            shape = one.parameter.shape
+            if one.direct:
+                one.parameter.data = values[one.start : one.stop].view(shape)
+                one.parameter.grad = None if gradient is None else gradient[one.start : one.stop].view(shape)
+            else:
+                _put(one.parameter.data, one.entries, values[one.start : one.stop])
+                one.parameter.grad = None
+
+    def collect(self, gradient: torch.Tensor) -> None:
+        """Complete ``gradient`` with what the backward pass left in copied parameters."""
+        for one in self.segments:
+            if not one.direct and one.parameter.grad is not None:
+                part = _pick(one.parameter.grad.detach(), one.entries)
+                gradient[one.start : one.stop].add_(part.to(self.dtype))
+                one.parameter.grad = None
+
+    def names(self) -> list[str]:
+        """Names of the moving parameters, in the order of the vector."""
+        return [one.name for one in self.segments]
+
+
+def resolve_masks(model: torch.nn.Module, masks: Masks | None, name: str = "param_masks") -> dict[str, torch.Tensor | bool]:
+    """What moves, by parameter name, checked against the model.
+
+    Args:
+        model: the model.
+        masks: parameter name or pattern (``*``, ``?``) to True or a boolean tensor of the
+            parameter's shape. What it does not name stays. None: everything that requires grad.
+        name: the argument's name in errors.
+
+    Raises:
+        InvalidArgumentError: an unknown name, a wrong shape or dtype, nothing moves.
+    """
+    parameters = dict(model.named_parameters())
+    if masks is None:
+        chosen: dict[str, torch.Tensor | bool] = {
+            key: True for key, parameter in parameters.items() if parameter.requires_grad
+        }
+        if not chosen:
+            raise InvalidArgumentError("model: no parameter requires grad, so nothing can move.")
+    else:
+        chosen = _match(parameters, masks, name)
+    for key in chosen:
+        if not parameters[key].is_floating_point():
+            raise InvalidArgumentError(
+                f"{key} is {parameters[key].dtype}; only real floating point parameters can be sampled."
+            )
+    return chosen
+
+
+def _match(
+    parameters: Mapping[str, torch.nn.Parameter], masks: Masks, name: str
+) -> dict[str, torch.Tensor | bool]:
+    chosen: dict[str, torch.Tensor | bool] = {}
+    for pattern, mask in masks.items():
+        hits = [key for key in parameters if key == pattern or fnmatchcase(key, pattern)]
+        if not hits:
+            raise InvalidArgumentError(
+                f"{name}: {pattern!r} names no parameter. There are: {', '.join(list(parameters)[:12])}"
+                + (" …" if len(parameters) > 12 else ".")
+            )
+        for key in hits:
+            checked = _check_mask(mask, parameters[key], f"{name}[{pattern!r}]")
+            if checked is not None:
+                chosen[key] = checked
+    ordered = {key: chosen[key] for key in parameters if key in chosen}
+    if not ordered:
+        raise InvalidArgumentError(f"{name}: no entry of any parameter may move.")
+    return ordered
+
+
+def _check_mask(mask: object, parameter: torch.nn.Parameter, where: str) -> torch.Tensor | bool | None:
+    if isinstance(mask, bool):
+        return True if mask else None
+    if not isinstance(mask, torch.Tensor):
+        mask = torch.as_tensor(mask)
+    if mask.dtype != torch.bool:
+        binary = bool(((mask == 0) | (mask == 1)).all())
+        if not binary:
+            raise InvalidArgumentError(f"{where}: expected True or a boolean tensor, got {mask.dtype}.")
+        mask = mask.bool()
+    if mask.shape != parameter.shape:
+        raise InvalidArgumentError(
+            f"{where}: shape {tuple(mask.shape)} does not fit the parameter's {tuple(parameter.shape)}."
+        )
+    if not mask.any():
+        return None
+    return True if mask.all() else mask.detach().cpu()
+
+
+def _entries(mask: torch.Tensor | bool, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    if isinstance(mask, bool):
+        return None
+    return mask.flatten().nonzero().squeeze(1).to(parameter.device)
+
+
+def _pick(values: torch.Tensor, entries: torch.Tensor | None) -> torch.Tensor:
+    flat = values.reshape(-1)
+    return flat if entries is None else flat[entries]
+
+
+def _put(target: torch.Tensor, entries: torch.Tensor | None, values: torch.Tensor) -> None:
+    if entries is None:
+        target.copy_(values.view(target.shape))
+    elif target.is_contiguous():
+        target.view(-1)[entries] = values.to(target.dtype)
+    else:
+        index = torch.unravel_index(entries, target.shape)
+        target[index] = values.to(target.dtype)
+
+
+def _state_dtype(model: torch.nn.Module, moving: Masks) -> torch.dtype:
+    """float64 if any moving parameter is, else float32: half precision moves in float32."""
+    dtypes = {parameter.dtype for name, parameter in model.named_parameters() if moving.get(name) is not None}
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def squared_norm(vector: torch.Tensor) -> float:
+    """|v|² in double precision."""
+    norm = float(torch.linalg.vector_norm(vector, dtype=torch.float64 if vector.device.type != "mps" else None))
+    return norm * norm if math.isfinite(norm) else math.inf

@@ -1,0 +1,110 @@
+"""From what ``evaluate`` returns to one loss, and the inverse temperature nβ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sized
+from typing import Any
+
+import torch
+
+from devsample.errors import EvaluateError, InvalidArgumentError
+from devsample.types import EvaluateFn
+
+NbetaRule = float | str | Callable[[int], float] | None
+
+
+def default_evaluate(model: torch.nn.Module, batch: Any) -> Any:
+    """``model(**batch)`` for a mapping, else ``model(batch)``: for models that return their loss."""
+    return model(**batch) if isinstance(batch, Mapping) else model(batch)
+
+
+def resolve_evaluate(evaluate: EvaluateFn | None) -> EvaluateFn:
+    """The user's function, or `default_evaluate`."""
+    if evaluate is None:
+        return default_evaluate
+    if not callable(evaluate):
+        raise InvalidArgumentError(f"evaluate: expected evaluate(model, batch), got {evaluate!r}.")
+    return evaluate
+
+
+def read_loss(output: Any) -> torch.Tensor:
+    """The mean loss, a scalar tensor, in whatever form ``evaluate`` returned it.
+
+    Args:
+        output: a scalar; per-sample losses (any shape, averaged); ``(loss, ...)``; a mapping with
+            ``"loss"``; or an object with ``.loss``.
+
+    Raises:
+        EvaluateError: there is no loss in it.
+    """
+    loss = output
+    if isinstance(loss, Mapping) and "loss" in loss:
+        loss = loss["loss"]
+    elif isinstance(loss, (tuple, list)) and len(loss):
+        loss = loss[0]
+    elif not isinstance(loss, torch.Tensor) and getattr(loss, "loss", None) is not None:
+        loss = loss.loss
+    if not isinstance(loss, torch.Tensor) or not loss.is_floating_point() or loss.numel() == 0:
+        raise EvaluateError(
+            f"evaluate returned a {type(output).__name__} without a loss. Return a floating point tensor, "
+            '(loss, ...), {"loss": ...} or an object with .loss. '
+            "Without evaluate, the model itself must return one of these."
+        )
+    return loss if loss.ndim == 0 else loss.mean()
+
+
+def nbeta_for(data: int | Sized | Any, rule: NbetaRule = None, *, batch_size: int | None = None) -> float:
+    r"""Inverse temperature times sample count, nβ.
+
+    .. math:: n\beta = \frac{n}{\ln n}
+
+    Args:
+        data: n ≥ 1, the number of samples, or anything with a length: a data set, or a
+            DataLoader or LoaderSpec (the length of its data set).
+        rule: None or "n/ln n"; "batch": B/ln B of the batch size (devinterp's default); a number,
+            used as it is; or a function of n.
+        batch_size: B, for "batch"; taken from ``data`` if that is a loader or a spec.
+
+    Returns:
+        nβ > 0.
+
+    References:
+        S. Watanabe, "A widely applicable Bayesian information criterion", JMLR 14 (2013): β = 1/ln n.
+
+    Examples:
+        >>> round(nbeta_for(1000), 2)
+        144.76
+        >>> round(nbeta_for(1000, "batch", batch_size=64), 2)
+        15.39
+    """
+    if batch_size is None:
+        batch_size = getattr(data, "batch_size", None)
+    if rule is None or rule == "n/ln n":
+        return _n_over_log(_count(data))
+    if rule == "batch":
+        if batch_size is None:
+            raise InvalidArgumentError('nbeta: the rule "batch" needs a batch size.')
+        return _n_over_log(batch_size)
+    value = rule(_count(data)) if callable(rule) else rule
+    if isinstance(value, (str, bool)) or not (value > 0 and math.isfinite(value)):
+        raise InvalidArgumentError(
+            f'nbeta: expected a number > 0, "batch", "n/ln n" or a function of n, got {rule!r}.'
+        )
+    return float(value)
+
+
+def _count(data: Any) -> int:
+    data = getattr(data, "dataset", data)
+    if isinstance(data, int):
+        return data
+    try:
+        return len(data)
+    except TypeError as error:
+        raise InvalidArgumentError(f"data: {type(data).__name__} has no length; give n itself.") from error
+
+
+def _n_over_log(n: int) -> float:
+    if n < 1:
+        raise InvalidArgumentError(f"nbeta: expected n ≥ 1, got {n}.")
+    return n / math.log(n) if n > 1 else 1.0

@@ -1,0 +1,153 @@
+"""What this machine offers and how its processes behave: cores, threads, main module, parents.
+
+Everything that differs between platforms lives here, with a fallback that works anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
+_main_module_lock = threading.RLock()
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use: affinity, cgroup quota and Slurm's share, at least 1."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = _CGROUP_CPU.read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, math.floor(int(quota) / int(period))))
+    with contextlib.suppress(KeyError, ValueError):
+        cores = min(cores, int(os.environ["SLURM_CPUS_PER_TASK"]))
+    return max(1, cores)
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Environment for a chain process that computes with ``threads`` threads.
+
+    Must be set before torch is imported. OpenMP threads that have nothing to do sleep instead
+    of spinning, unless the user says otherwise.
+    """
+    env = {name: str(threads) for name in _THREAD_VARIABLES}
+    if "OMP_WAIT_POLICY" not in os.environ:
+        env["OMP_WAIT_POLICY"] = "PASSIVE"
+    return env
+
+
+def default_worker_start_method() -> str:
+    """How loader workers start: "forkserver" where it exists, else "spawn"."""
+    methods = multiprocessing.get_all_start_methods()
+    return "forkserver" if "forkserver" in methods else "spawn"
+
+
+@contextlib.contextmanager
+def hidden_main_module() -> Iterator[None]:
+    """Keep processes started inside this block from running ``__main__`` again.
+
+    A spawned child imports the parent's main module first, which runs an unguarded script a
+    second time and fails for notebooks and standard input. Everything of ``__main__`` that a
+    chain needs travels by value instead, so the import is switched off: the two attributes that
+    tell the child where to find it are hidden while it starts.
+    """
+    main = sys.modules["__main__"]
+    with _main_module_lock:
+        hidden = {name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__}
+        main.__dict__.pop("__file__", None)
+        main.__dict__["__spec__"] = None
+        try:
+            yield
+        finally:
+            main.__dict__.pop("__spec__", None)
+            main.__dict__.update(hidden)
+
+
+def leave_with_parent() -> None:
+    """End this process as soon as the process that started it is gone.
+
+    A thread waits on the parent's sentinel, so even SIGKILL of the parent leaves no orphan.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="devsample-parent-watch", daemon=True).start()
+
+
+def own_process_group() -> None:
+    """Make this process the leader of a group of its own, so that it can be ended as a whole."""
+    if hasattr(os, "setsid"):
+        with contextlib.suppress(OSError):
+            os.setsid()
+
+
+def end_process_group(pid: int) -> None:
+    """Kill what is left of the process group that ``pid`` led; nothing happens if none is."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """How a process ended, in words: the signal's name, or the exit code.
+
+    >>> describe_exit(-9)
+    'killed by SIGKILL (often the system being out of memory)'
+    >>> describe_exit(3)
+    'ended with exit code 3'
+    """
+    if exitcode is None:
+        return "did not end"
+    if exitcode >= 0:
+        return f"ended with exit code {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    hint = " (often the system being out of memory)" if name == "SIGKILL" else ""
+    return f"killed by {name}{hint}"
+
+
+_PRELOAD = ["torch", "torch.utils.data", "numpy", "cloudpickle", "devsample.data.worker"]
+
+
+@contextlib.contextmanager
+def worker_server(method: str) -> Iterator[None]:
+    """While loader workers start by ``method``: a fork server with torch loaded, if it is one.
+
+    A server that runs already is used as it is. One that starts in this block ends with it.
+    """
+    if method != "forkserver":
+        yield
+        return
+    from multiprocessing import forkserver
+
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    if getattr(server, "_forkserver_pid", None) is not None:
+        yield
+        return
+    before = list(getattr(server, "_preload_modules", ["__main__"]))
+    forkserver.set_forkserver_preload(_PRELOAD)
+    try:
+        yield
+    finally:
+        forkserver.set_forkserver_preload(before)
+        if hasattr(server, "_stop"):
+            with contextlib.suppress(FileNotFoundError):  # its socket went with the interpreter
+                server._stop()

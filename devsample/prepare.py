@@ -1,0 +1,226 @@
+"""What a run decides before its first chain: n, nβ, L_n(w*), what moves, and settings left open."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from devsample.chain import PROBE_STEPS
+from devsample.data.loader import ChainLoader
+from devsample.errors import EvaluateError, InvalidArgumentError
+from devsample.flat import FlatParameters, Masks
+from devsample.losses import nbeta_for
+from devsample.objective import Batch, Objective, global_random_state
+from devsample.probes import Probe
+from devsample.samplers import SGLDKernel
+from devsample.seeds import ChainKey, NormalBlocks, Role
+from devsample.specs import Prepared, RunSpec, SamplerSpec
+from devsample.types import EvaluateFn
+
+FULL_PASS_SAMPLES = 1 << 14  # L_n(w*) reads all data up to this many samples, else this many
+_PILOT_STEPS, _PILOT_ROUNDS, _PILOT_GROWTH = 100, 4, 1.25
+_AUTO_LR, _AUTO_LOCALIZATION = 0.3, 1.0
+_SLOWEST_MODE = 100.0  # burn-in waits for modes with this fraction of the largest curvature
+
+
+@dataclass
+class Setting:
+    """Everything that `prepare` looks at."""
+
+    model: torch.nn.Module
+    evaluate: EvaluateFn
+    masks: Masks
+    sampler: SamplerSpec
+    run: RunSpec
+    key: ChainKey
+    loader: ChainLoader
+
+
+def prepare(setting: Setting) -> tuple[Prepared, Any]:
+    """Measure at w* and decide; also returns the first batch, for a check against the caller's model.
+
+    Raises:
+        EvaluateError: evaluate fails, gives no finite loss, or does not use the model.
+        InvalidArgumentError: a value that cannot be used now that n is known.
+    """
+    run, loader = setting.run, setting.loader
+    paired_pass = run.baseline == "fixed" and run.init_loss is not None
+    count = loader.num_samples if run.baseline == "full" else min(loader.num_samples, FULL_PASS_SAMPLES)
+    probes = [request for step in range(PROBE_STEPS) for request in loader.requests(0, step, Role.PROBE_ORDER)]
+    served = loader.serve(probes + ([] if paired_pass else loader.full_pass(count)))
+    steps = _collect(served, len(probes))
+    flat = FlatParameters(setting.model, setting.masks)
+    objective = Objective(
+        setting.model, setting.evaluate, flat, autocast_dtype=run.autocast_dtype, train_mode=run.train_mode
+    )
+    moving, random_evaluate = _try_evaluate(objective, steps, setting.key)
+    flat = FlatParameters(setting.model, {name: setting.masks[name] for name in moving})
+    objective = Objective(
+        setting.model,
+        setting.evaluate,
+        flat,
+        train_mode=run.train_mode,
+        autocast_dtype=run.autocast_dtype,
+        seeded=random_evaluate,
+    )
+    center = flat.read()
+    flat.point_to(center)
+    check_loss = _check_loss(objective, steps[0], setting.key, run.train_mode)
+    init_loss, init_loss_se = _center_loss(objective, served, setting.key, run, count == loader.num_samples)
+    decided = _decide(setting, Probe(objective, steps, setting.key), center, objective, steps)
+    objective.reset_buffers()
+    prepared = Prepared(
+        num_samples=loader.num_samples,
+        init_loss=init_loss,
+        init_loss_se=init_loss_se,
+        moving=tuple(flat.names()),
+        num_moving=flat.size,
+        uses_randomness=random_evaluate,
+        check_loss=check_loss,
+        **decided,
+    )
+    return prepared, steps[0][0][1]
+
+
+def _collect(served: Any, count: int) -> list[list[Batch]]:
+    """The probe requests' batches, by step."""
+    steps: list[list[Batch]] = [[]]
+    for _ in range(count):
+        request, data = next(served)
+        steps[-1].append((len(request.indices), data))
+        if request.last:
+            steps.append([])
+    return steps[:-1]
+
+
+def _try_evaluate(
+    objective: Objective, steps: Sequence[Sequence[Batch]], key: ChainKey
+) -> tuple[list[str], bool]:
+    """Which parameters get a gradient, and whether evaluate reads global random state."""
+    flat = objective.flat
+    center = flat.read()
+    scratch = torch.zeros_like(center)
+    touched: set[str] = set()
+    objective.seeded, random_evaluate = False, False
+    for number, batches in enumerate(steps):
+        flat.point_to(center)
+        before = global_random_state()
+        loss = objective.loss_and_gradient(
+            scratch, batches, key, number, on_backward=lambda: touched.update(_with_gradient(flat))
+        )
+        random_evaluate = random_evaluate or global_random_state() != before
+        if not math.isfinite(float(loss)):
+            raise EvaluateError(
+                f"the loss at w* is {float(loss)} on a batch; a chain that starts there cannot work. "
+                "Check the weights and evaluate(model, batch)."
+            )
+    moving = [name for name in flat.names() if name in touched]
+    if not moving:
+        raise EvaluateError("no moving parameter gets a gradient from evaluate(model, batch).")
+    return moving, random_evaluate
+
+
+def _with_gradient(flat: FlatParameters) -> list[str]:
+    return [one.name for one in flat.segments if one.parameter.grad is not None]
+
+
+def _check_loss(
+    objective: Objective, batches: Sequence[Batch], key: ChainKey, train_mode: bool
+) -> float:
+    objective.model.eval()
+    seeded, objective.seeded = objective.seeded, True
+    value = float(objective.loss(batches[:1], key, 0))
+    objective.seeded = seeded
+    objective.model.train(train_mode)
+    return value
+
+
+def _center_loss(
+    objective: Objective, served: Any, key: ChainKey, run: RunSpec, everything: bool
+) -> tuple[float, float | None]:
+    """L_n(w*) weighted by sample, and its standard error."""
+    if run.init_loss is not None:
+        return run.init_loss, None
+    counts, losses = [], []
+    for request, data in served:
+        counts.append(len(request.indices))
+        losses.append(float(objective.loss([(1, data)], key, request.step)))
+    weights, values = np.asarray(counts, dtype=float) / sum(counts), np.asarray(losses)
+    mean = float(weights @ values)
+    if everything:
+        return mean, 0.0
+    return mean, float(np.sqrt(weights @ (values - mean) ** 2 / max(1, len(values) - 1)))
+
+
+def _decide(
+    setting: Setting, probe: Probe, center: torch.Tensor, objective: Objective, steps: Sequence[Sequence[Batch]]
+) -> dict[str, Any]:
+    """nβ, step size, localisation and burn-in; and the figures that predict the bias."""
+    sampler, run, spec = setting.sampler, setting.run, setting.loader.spec
+    size = (spec.batch_size or 1) * run.grad_accum_steps
+    if spec.batch_sampler is not None:
+        size = sum(count for count, _ in steps[0])
+    rule = "given" if sampler.nbeta not in (None, "batch", "n/ln n") else (sampler.nbeta or "n/ln n")
+    nbeta = nbeta_for(setting.loader.num_samples, sampler.nbeta, batch_size=size)
+    options = dict(sampler.options)
+    lr, burnin, curvature = sampler.lr, run.num_burnin_steps, None
+    if run.auto:
+        options.setdefault("localization", _AUTO_LOCALIZATION)
+    localization = float(options.get("localization", 0.0))
+    if run.start == "prior" and localization == 0:
+        raise InvalidArgumentError('start: "prior" draws from N(w*, 1/γ) and needs localization > 0.')
+    if lr is None:
+        curvature = _explore(probe, setting, objective, center, steps, nbeta, localization)
+        lr = _AUTO_LR / (nbeta * curvature + localization)
+        if burnin == 0:
+            slowest = max(localization, nbeta * curvature / _SLOWEST_MODE)
+            burnin = math.ceil(math.log(100) / (lr * slowest))
+    kernel = sampler.kernel(lr=lr, nbeta=nbeta, localization=localization)
+    euler = getattr(kernel, "integrator", "euler") == "euler"
+    return {
+        "nbeta": nbeta,
+        "nbeta_rule": rule,
+        "nbeta_batch": None if spec.batch_size is None else nbeta_for(size, "batch", batch_size=size),
+        "lr": lr,
+        "localization": localization,
+        "num_burnin_steps": burnin,
+        "gradient_noise": probe.gradient_noise(center),
+        "hessian_trace": probe.hessian_trace(center) if euler else None,
+        "curvature": curvature,
+    }
+
+
+def _explore(
+    probe: Probe,
+    setting: Setting,
+    objective: Objective,
+    center: torch.Tensor,
+    steps: Sequence[Sequence[Batch]],
+    nbeta: float,
+    localization: float,
+) -> float:
+    """The largest curvature at w* and along a short pilot chain (at a singular w* it vanishes)."""
+    largest = max(probe.largest_curvature(center), 1e-12)
+    noise = NormalBlocks([setting.key], center.numel(), center.dtype, center.device, Role.PILOT)
+    gradient = torch.zeros_like(center)
+    position, done = center.clone(), 0
+    for _ in range(_PILOT_ROUNDS):
+        lr = _AUTO_LR / (nbeta * largest + localization)
+        kernel = SGLDKernel(lr=lr, nbeta=nbeta, localization=localization)
+        for step in range(done, done + _PILOT_STEPS):
+            objective.flat.point_to(position, gradient)
+            objective.loss_and_gradient(gradient, steps[step % len(steps)], setting.key, step)
+            kernel.step(position[None], gradient[None], center, noise.averaged(step), {})
+        done += _PILOT_STEPS
+        here = probe.largest_curvature(position)
+        if not math.isfinite(here):
+            position, here = center.clone(), 4 * largest
+        if here <= _PILOT_GROWTH * largest:
+            return max(largest, here)
+        largest = here
+    return largest

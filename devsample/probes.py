@@ -1,0 +1,83 @@
+"""Local measurements of the loss: gradient noise, Hessian trace, largest curvature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from devsample.flat import squared_norm
+from devsample.objective import Batch, Objective
+from devsample.seeds import ChainKey, NormalBlocks, Role
+
+_RELATIVE_STEP = 1e-3
+_ITERATIONS = 12
+
+
+class Probe:
+    """Measures at any point, on fixed steps of batches.
+
+    Args:
+        objective: loss and gradient.
+        steps: the micro-batches of several steps, drawn independently.
+        key: key for random directions and for whatever ``evaluate`` draws.
+    """
+
+    def __init__(self, objective: Objective, steps: Sequence[Sequence[Batch]], key: ChainKey) -> None:
+        self._objective, self._steps, self._key = objective, steps, key
+        flat = objective.flat
+        self._buffer = torch.zeros(flat.size, dtype=flat.dtype, device=flat.device)
+        self._normals = NormalBlocks([key], flat.size, flat.dtype, flat.device, Role.PROBE)
+
+    def gradient_noise(self, position: torch.Tensor) -> float:
+        r"""tr Cov of one step's gradient, from differences of independent steps: E|g − g'|²/2."""
+        self._objective.flat.point_to(position, self._buffer)
+        values = []
+        for first in range(0, len(self._steps) - 1, 2):
+            one = self._gradient(first).clone()
+            values.append(squared_norm(one.sub_(self._gradient(first + 1))) / 2)
+        return sum(values) / len(values) if values else math.nan
+
+    def hessian_trace(self, position: torch.Tensor, directions: int = 4) -> float:
+        """tr H by Hutchinson's estimator, with central differences of gradients.
+
+        References:
+            M. Hutchinson, Comm. Statist. Simulation Comput. 18 (1989).
+        """
+        values = []
+        for number in range(directions):
+            direction = self._normals.plain(number)[0].sign()
+            values.append(float(direction @ self._times_hessian(position, direction, [number % len(self._steps)])))
+        return sum(values) / len(values)
+
+    def largest_curvature(self, position: torch.Tensor) -> float:
+        """|h| of the Hessian's largest eigenvalue in size, by power iteration over all steps."""
+        direction = self._normals.plain(0)[0].clone()
+        value = 0.0
+        for _ in range(_ITERATIONS):
+            norm = math.sqrt(squared_norm(direction))
+            if not 0 < norm < math.inf:
+                break
+            direction.div_(norm)
+            image = self._times_hessian(position, direction, range(len(self._steps)))
+            value = math.sqrt(squared_norm(image))
+            direction = image
+        return value
+
+    def _gradient(self, number: int) -> torch.Tensor:
+        self._objective.loss_and_gradient(self._buffer, self._steps[number], self._key, number)
+        return self._buffer
+
+    def _times_hessian(
+        self, position: torch.Tensor, direction: torch.Tensor, steps: Sequence[int]
+    ) -> torch.Tensor:
+        """H · direction, averaged over steps; |direction| sets the scale of the difference."""
+        size = _RELATIVE_STEP * math.sqrt(max(squared_norm(position), 1.0) / max(squared_norm(direction), 1e-30))
+        result = torch.zeros_like(position)
+        for sign in (1.0, -1.0):
+            shifted = position.add(direction, alpha=sign * size)
+            self._objective.flat.point_to(shifted, self._buffer)
+            for number in steps:
+                result.add_(self._gradient(number), alpha=sign / (2 * size * len(steps)))
+        return result

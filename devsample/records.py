@@ -1,0 +1,100 @@
+"""The one format of recorded draws: what a chain writes, streams, and anyone reads back.
+
+A file is a header and blocks. All integers are little-endian::
+
+    header  b"DEVSAMPLE-RECORDS-1\\n", uint32 length, JSON {"chain": int, "fields": [[name, dtype, shape], ...]}
+    block   b"BLOK", uint32 rows, uint32 CRC-32 of the rows, rows × packed record
+
+A record is one draw of one chain: named float64 scalars and named arrays, each with its dtype and
+shape. A file that was cut off within its last block (a killed chain) reads up to that block.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from devsample.errors import RunFolderError
+
+_MAGIC = b"DEVSAMPLE-RECORDS-1\n"
+_BLOCK = struct.Struct("<4sII")
+_LENGTH = struct.Struct("<I")
+
+BASE_FIELDS = (("draw", "<i8"), ("step", "<i8"), ("loss", "<f8"), ("baseline", "<f8"), ("llc", "<f8"))
+
+
+class RecordWriter:
+    """Appends blocks of one chain's records to its file.
+
+    Args:
+        path: the file; it is started anew.
+        chain: the chain's number.
+        dtype: structured dtype of a record.
+    """
+
+    def __init__(self, path: Path, chain: int, dtype: np.dtype) -> None:
+        self._dtype = dtype
+        fields = [[name, dtype[name].base.str, list(dtype[name].shape)] for name in dtype.names or ()]
+        header = json.dumps({"chain": chain, "fields": fields}).encode()
+        self._file: BinaryIO = path.open("wb")
+        self._file.write(_MAGIC + _LENGTH.pack(len(header)) + header)
+        self._file.flush()
+
+    def append(self, rows: np.ndarray) -> None:
+        """Write ``rows`` (structured, 1-d) as one block; they are in the file when this returns."""
+        payload = np.ascontiguousarray(rows, dtype=self._dtype).tobytes()
+        self._file.write(_BLOCK.pack(b"BLOK", len(rows), zlib.crc32(payload)) + payload)
+        self._file.flush()
+
+    @property
+    def offset(self) -> int:
+        """Bytes written so far; a resumed chain cuts its file here."""
+        return self._file.tell()
+
+    def close(self) -> None:
+        """Write everything to disk and close the file."""
+        if not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+def read_records(path: Path) -> tuple[int, np.ndarray]:
+    """Chain number and all whole records of a file, as one structured array.
+
+    Raises:
+        RunFolderError: the file is not of this format, or is damaged before its last block.
+    """
+    data = path.read_bytes()
+    if not data.startswith(_MAGIC):
+        raise RunFolderError(f"{path} is not a devsample record file; it was left as it is.")
+    start = len(_MAGIC) + _LENGTH.size
+    (length,) = _LENGTH.unpack_from(data, len(_MAGIC))
+    try:
+        header = json.loads(data[start : start + length])
+        dtype = np.dtype([(name, kind, tuple(shape)) for name, kind, shape in header["fields"]])
+        chain = int(header["chain"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"{path}: damaged header ({error}).") from error
+    return chain, _read_blocks(path, data, start + length, dtype)
+
+
+def _read_blocks(path: Path, data: bytes, position: int, dtype: np.dtype) -> np.ndarray:
+    blocks = [np.empty(0, dtype)]
+    while position + _BLOCK.size <= len(data):
+        magic, rows, checksum = _BLOCK.unpack_from(data, position)
+        payload = data[position + _BLOCK.size :][: rows * dtype.itemsize]
+        end = position + _BLOCK.size + rows * dtype.itemsize
+        if magic != b"BLOK" or (end <= len(data) and zlib.crc32(payload) != checksum):
+            raise RunFolderError(f"{path}: damaged block at byte {position}; earlier draws are whole.")
+        if end > len(data):
+            break  # cut off while it was being written
+        blocks.append(np.frombuffer(payload, dtype))
+        position = end
+    return np.concatenate(blocks)

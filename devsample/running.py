@@ -1,0 +1,308 @@
+"""Carries out a plan: run folder, slots, preparation, chains, and the draws they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from devsample import ambient, errors
+from devsample.arguments import Plan
+from devsample.callbacks import merge_state
+from devsample.chain import RECORD
+from devsample.checkpoints import write_json
+from devsample.data.batches import to_device
+from devsample.data.worker import seed_global_generators
+from devsample.errors import AllChainsFailedError, ChainProcessError, DevsampleError, ModelError
+from devsample.executors.inline import InlineExecutor
+from devsample.executors.processes import ProcessExecutor
+from devsample.executors.progress import Progress
+from devsample.executors.supervisor import supervise
+from devsample.losses import read_loss
+from devsample.objective import preserved_process_state
+from devsample.payload import Skeleton, home_device, pack_model, pack_parts, unwrap, write_payload
+from devsample.records import read_records
+from devsample.seeds import Role, stream_seed
+from devsample.serialize import pack, save_storages
+from devsample.session import LocalObjects
+from devsample.specs import Prepared
+from devsample.types import ChainOutcome, Event, Executor, Job, Outcome, Task
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_HALF_TOLERANCE = 3e-2
+
+
+@dataclass
+class Finished:
+    """What is left of a run when its chains are over."""
+
+    prepared: Prepared
+    outcomes: dict[int, ChainOutcome]
+    draws: pd.DataFrame
+    seconds: float
+    run_dir: Path | None
+    retries: list[str] = field(default_factory=list)
+
+
+def carry_out(plan: Plan) -> Finished:
+    """Run all chains of ``plan``; leaves no process and no temporary file behind."""
+    started = time.monotonic()
+    with _run_folder(plan) as folder:
+        job = _write_inputs(plan, folder)
+        executor = plan.executor or (ProcessExecutor() if plan.in_processes else InlineExecutor())
+        run = _Run(plan, folder, executor)
+        try:
+            executor.open(job, plan.slots, run.on_event)
+            prepared = run.prepare()
+            run.sample(prepared)
+        except BaseException:
+            executor.cancel()
+            raise
+        finally:
+            executor.close()
+        draws = read_draws(folder, plan.parts.run.num_chains)
+        finished = Finished(
+            prepared, run.outcomes, draws, time.monotonic() - started, plan.run_dir, run.retries
+        )
+        _write_manifest(plan, folder, prepared, "complete", run.outcomes)
+        _check_outcomes(plan, finished)
+        return finished
+
+
+class _Run:
+    """One run under way: its executor, its progress bar, and the outcomes so far."""
+
+    def __init__(self, plan: Plan, folder: Path, executor: Executor) -> None:
+        self._plan, self._folder, self._executor = plan, folder, executor
+        self._progress: Progress | None = None
+        self.outcomes: dict[int, ChainOutcome] = {}
+        self.retries: list[str] = []
+
+    def prepare(self) -> Prepared:
+        """Let one slot measure at w*, check it against the caller's model, and write the manifest."""
+        found: list[Outcome] = []
+        supervise(
+            self._executor, [Task("prepare")], retry=False, on_outcome=found.append, on_retry=found.append
+        )
+        outcome = found[0]
+        if outcome.prepared is None:
+            raise _as_error(outcome)
+        batch = outcome.prepared.pop("check_batch")
+        prepared = Prepared.from_dict(outcome.prepared)
+        if batch:
+            _check_center_loss(self._plan, prepared, batch)
+        _write_manifest(self._plan, self._folder, prepared, "running", {})
+        return prepared
+
+    def sample(self, prepared: Prepared) -> None:
+        """Run all chains."""
+        run = self._plan.parts.run
+        chains = range(run.num_chains)
+        groups = [tuple(chains[start : start + run.group_size]) for start in range(0, len(chains), run.group_size)]
+        steps = prepared.num_burnin_steps + run.num_draws * run.num_steps_bw_draws
+        with Progress(steps * run.num_chains, self._plan.verbose) as self._progress:
+            self._progress.say(_settings_line(prepared))
+            supervise(
+                self._executor,
+                [Task("chains", group) for group in groups],
+                retry=self._plan.on_failure == "retry",
+                on_outcome=self._take,
+                on_retry=self._note_retry,
+            )
+
+    def on_event(self, event: Event) -> None:
+        """Progress from a chain."""
+        if self._progress is not None:
+            self._progress(event)
+        if event.kind != "records":
+            return
+        rows = np.frombuffer(event.rows, RECORD)
+        if self._progress is not None:
+            self._progress.draws(rows["llc"])
+        if self._plan.on_records is not None:
+            self._plan.on_records(_frame(event.chain, rows))
+
+    def _take(self, outcome: Outcome) -> None:
+        for chain in outcome.chains:
+            self.outcomes[chain.chain] = chain
+            if self._progress is not None:
+                self._progress.finish(chain.chain, chain.steps)
+                if chain.status != "done":
+                    self._progress.say(f"chain {chain.chain} {chain.status}: {chain.message}")
+        if outcome.callbacks is not None:
+            done = [chain.chain for chain in outcome.chains]
+            merge_state(
+                self._plan.parts.callbacks, outcome.callbacks, done, self._plan.parts.run.num_chains
+            )
+
+    def _note_retry(self, outcome: Outcome) -> None:
+        chains = ", ".join(str(chain) for chain in outcome.task.chains)
+        text = f"chain {chains}: {outcome.error or outcome.chains[0].message}; trying again"
+        self.retries.append(text)
+        if self._progress is not None:
+            self._progress.say(text)
+
+
+def read_draws(folder: Path, num_chains: int) -> pd.DataFrame:
+    """All whole draws in a run folder: columns chain, draw, step, loss, baseline, llc."""
+    import pandas as pd
+
+    frames = []
+    for chain in range(num_chains):
+        path = folder / "chains" / str(chain) / "draws.bin"
+        rows = read_records(path)[1] if path.exists() else np.empty(0, RECORD)
+        frames.append(_frame(chain, rows))
+    return pd.concat(frames, ignore_index=True)
+
+
+def _frame(chain: int, rows: np.ndarray) -> pd.DataFrame:
+    import pandas as pd
+
+    columns = {name: rows[name] for name in rows.dtype.names or ()}
+    return pd.DataFrame({"chain": np.full(len(rows), chain, dtype=np.int64), **columns})
+
+
+@contextlib.contextmanager
+def _run_folder(plan: Plan) -> Iterator[Path]:
+    """The run folder; a temporary one is removed whatever happens."""
+    if plan.run_dir is not None:
+        plan.run_dir.mkdir(parents=True, exist_ok=True)
+        yield plan.run_dir
+        return
+    folder = Path(tempfile.mkdtemp(prefix="devsample-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_inputs(plan: Plan, folder: Path) -> Job:
+    """Weights and payload; for chains in this process the objects themselves are used."""
+    packed = pack_model(plan.model)
+    skeleton = Skeleton(packed.data, str(home_device(plan.model)))
+    if not plan.in_processes:
+        save_storages(packed.storages, folder / "weights.safetensors")
+        return Job(folder, "", plan.threads, LocalObjects(skeleton, plan.parts))
+    parts = pack_parts(plan.parts)
+    parts["model"] = pack(skeleton, "model")
+    parts["ambient"] = pack(ambient.capture(), "ambient")
+    save_storages(packed.storages, folder / "weights.safetensors")
+    return Job(folder, write_payload(folder, parts), plan.threads)
+
+
+def _check_center_loss(plan: Plan, prepared: Prepared, batch: bytes) -> None:
+    """The loss at w* on one batch must be what the caller's own model gives."""
+    home = home_device(plan.model)
+    if home.type != torch.device(plan.slots[0]).type:
+        return  # another device, other kernels and random streams
+    loss = _caller_loss(plan, cloudpickle.loads(batch), home)
+    half = plan.parts.run.autocast_dtype is not None
+    dtype = next((one.dtype for one in plan.model.parameters()), torch.float32)
+    tolerance = _HALF_TOLERANCE if half else _TOLERANCE.get(dtype, _HALF_TOLERANCE)
+    if abs(loss - prepared.check_loss) > tolerance * max(abs(loss), 1e-3):
+        raise ModelError(
+            f"the loss at w* is {prepared.check_loss:.8g} in the chain but {loss:.8g} with your model on the "
+            "same batch. Something that the loss depends on did not travel with the model: a global, a "
+            "cached tensor outside the module, or an evaluate that is random."
+        )
+
+
+def _caller_loss(plan: Plan, batch: Any, home: torch.device) -> float:
+    model = unwrap(plan.model)
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    key = plan.parts.run.keys()[0]
+    dtype = plan.parts.run.autocast_dtype
+    with preserved_process_state(), torch.no_grad():
+        try:
+            torch.set_num_threads(plan.threads)
+            model.eval()
+            seed_global_generators(stream_seed(key, Role.MODEL, 0, 0))
+            with torch.autocast(home.type, dtype=dtype, enabled=dtype is not None):
+                return float(read_loss(plan.parts.evaluate(model, to_device(batch, home))))
+        finally:
+            for module, training in modes:
+                module.training = training
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _settings_line(prepared: Prepared) -> str:
+    """What was decided, in one line."""
+    text = f"n = {prepared.num_samples}, nbeta = {prepared.nbeta:.5g} ({prepared.nbeta_rule}"
+    if prepared.nbeta_rule == "n/ln n" and prepared.nbeta_batch is not None:
+        text += f'; devinterp\'s default would be {prepared.nbeta_batch:.5g}: nbeta="batch"'
+    text += f"), lr = {prepared.lr:.3g}, localization = {prepared.localization:.3g}"
+    if prepared.curvature is not None:
+        text += f", burn-in = {prepared.num_burnin_steps} (chosen from the largest curvature, {prepared.curvature:.3g})"
+    return text
+
+
+def _check_outcomes(plan: Plan, finished: Finished) -> None:
+    """Raise if nothing can be estimated, or if a failure was to be an error."""
+    bad = [chain for chain in finished.outcomes.values() if chain.status != "done"]
+    if not bad:
+        return
+    listed = "\n".join(f"  chain {chain.chain} {chain.status}: {chain.message}" for chain in bad[:8])
+    first = next((chain.traceback for chain in bad if chain.traceback), "")
+    details = f"{listed}\n\nIn chain {bad[0].chain}:\n{first}" if first else listed
+    failure: errors.RunError
+    if len(bad) == plan.parts.run.num_chains:
+        failure = AllChainsFailedError(f"no chain gave a usable trace.\n{details}")
+    elif plan.on_failure == "raise":
+        failure = ChainProcessError(f"{len(bad)} of {plan.parts.run.num_chains} chains failed.\n{details}")
+    else:
+        return
+    failure.draws = finished.draws
+    raise failure
+
+
+def _as_error(outcome: Outcome) -> DevsampleError:
+    """The error of a task that failed in its process, of the same kind here."""
+    kind = getattr(errors, outcome.error_type, ChainProcessError)
+    text = outcome.error
+    if kind is ChainProcessError and outcome.error_type not in ("ChainProcessError", ""):
+        text = f"{outcome.error_type}: {text}" if not text.startswith(outcome.error_type) else text
+    if outcome.traceback:
+        text += f"\n\nWhere it was raised:\n{outcome.traceback}"
+    error: DevsampleError = kind(text)
+    return error
+
+
+def _write_manifest(
+    plan: Plan, folder: Path, prepared: Prepared, status: str, outcomes: dict[int, ChainOutcome]
+) -> None:
+    import devsample
+
+    run = dataclasses.asdict(plan.parts.run) | {"autocast_dtype": str(plan.parts.run.autocast_dtype)}
+    manifest = {
+        "format": 1,
+        "status": status,
+        "versions": {
+            "devsample": devsample.__version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": sys.version.split()[0],
+        },
+        "sampler": {"name": plan.parts.sampler.kind.__name__, "options": {k: repr(v) for k, v in plan.parts.sampler.options.items()}},
+        "run": run,
+        "layout": {"threads_per_chain": plan.threads, "chains_per_process": plan.parts.run.group_size},
+        "slots": list(plan.slots),
+        "prepared": prepared.to_dict(),
+        "chains": {str(chain): one.status for chain, one in sorted(outcomes.items())},
+    }
+    write_json(folder / "manifest.json", manifest)

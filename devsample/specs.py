@@ -1,0 +1,137 @@
+"""Frozen settings of a run: what was asked for, checked, and what was decided from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from devsample.errors import InvalidArgumentError
+from devsample.losses import NbetaRule
+from devsample.samplers import Kernel, Sampler
+from devsample.seeds import ChainKey, chain_keys
+
+Baseline = Literal["paired", "full", "fixed"]
+Start = Literal["center", "prior"]
+
+DECIDED_LATER = {"lr": 1e-6, "nbeta": 1.0}  # stand-ins while only the other values are checked
+
+
+@dataclass(frozen=True)
+class SamplerSpec:
+    """A sampler class and its keyword arguments; ``lr`` and ``nbeta`` may be left to the run.
+
+    Attributes:
+        kind: the sampler.
+        options: its keyword arguments without ``lr`` and ``nbeta``.
+        lr: the step size, or None: chosen from the measured curvature.
+        nbeta: nβ, or the rule for it.
+    """
+
+    kind: type[Sampler]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lr: float | None = None
+    nbeta: NbetaRule = None
+
+    def kernel(self, *, lr: float, nbeta: float, **changes: Any) -> Kernel:
+        """The sampler's update with every value filled in."""
+        return self.kind.kernel(lr=lr, nbeta=nbeta, **(dict(self.options) | changes))
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run: how many chains, which draws, from which seeds. Times are in steps."""
+
+    num_draws: int
+    num_chains: int
+    num_burnin_steps: int
+    num_steps_bw_draws: int
+    grad_accum_steps: int
+    seed: int | tuple[int, ...]
+    baseline: Baseline
+    init_loss: float | None
+    start: Start
+    train_mode: bool
+    autocast_dtype: torch.dtype | None
+    auto: bool
+    group_size: int
+
+    def keys(self) -> tuple[ChainKey, ...]:
+        """Keys of all chains' streams."""
+        return chain_keys(self.seed, self.num_chains)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the run decided before its first chain, from the data and the model at w*.
+
+    Attributes:
+        num_samples: n.
+        nbeta: nβ used.
+        nbeta_rule: "given", "n/ln n" or "batch".
+        nbeta_batch: devinterp's default B/ln B of the step's batch, or None for whole items.
+        lr: ε used.
+        localization: γ used.
+        num_burnin_steps: steps before the first draw.
+        init_loss: L_n(w*), or its estimate.
+        init_loss_se: standard error of that estimate; 0 if every sample was read.
+        moving: names of the parameters that move.
+        num_moving: P, how many entries move.
+        uses_randomness: whether ``evaluate`` reads torch's, numpy's or random's global state.
+        gradient_noise: tr Cov of a step's gradient at w*.
+        hessian_trace: tr of the Hessian at w* (Euler steps only).
+        curvature: largest curvature that ``auto`` found, else None.
+        check_loss: loss of the first batch at w* in this process.
+    """
+
+    num_samples: int
+    nbeta: float
+    nbeta_rule: str
+    nbeta_batch: float | None
+    lr: float
+    localization: float
+    num_burnin_steps: int
+    init_loss: float
+    init_loss_se: float | None
+    moving: tuple[str, ...]
+    num_moving: int
+    uses_randomness: bool
+    gradient_noise: float
+    hessian_trace: float | None
+    curvature: float | None
+    check_loss: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Prepared:
+        """The inverse of `to_dict`."""
+        return cls(**{**values, "moving": tuple(values["moving"])})
+
+
+def sampler_spec(kind: object, optimizer_kwargs: Mapping[str, Any] | None) -> SamplerSpec:
+    """Check a sampler class and its keyword arguments as far as the data need not be known."""
+    if not (isinstance(kind, type) and issubclass(kind, Sampler)):
+        raise InvalidArgumentError(
+            f"sampling_method: expected a sampler class such as devsample.SGLD, got {kind!r}."
+        )
+    options = dict(optimizer_kwargs or {})
+    lr, nbeta = options.pop("lr", None), options.pop("nbeta", None)
+    if isinstance(nbeta, str) and nbeta not in ("batch", "n/ln n"):
+        raise InvalidArgumentError(f'optimizer_kwargs: nbeta={nbeta!r} is neither "batch" nor "n/ln n".')
+    number = isinstance(nbeta, (int, float)) and not isinstance(nbeta, bool)
+    trial = DECIDED_LATER | ({"lr": lr} if lr is not None else {}) | ({"nbeta": nbeta} if number else {})
+    try:
+        kind.kernel(**(trial | options))
+    except TypeError as error:
+        names = ", ".join(sorted(vars(kind.kernel(**DECIDED_LATER))))
+        raise InvalidArgumentError(
+            f"optimizer_kwargs: {kind.__name__} takes {names}; {str(error).split('() ')[-1]}."
+        ) from error
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"optimizer_kwargs: {error}") from error
+    return SamplerSpec(kind, options, lr, nbeta)
