@@ -109,7 +109,9 @@ def make_plan(given: Arguments) -> Plan:
     """
     for name, default in _LATER.items():
         if getattr(given, name) != default:
-            raise FeatureNotAvailableError(f"{name}: this version of devsample does not have it yet; leave it out.")
+            raise FeatureNotAvailableError(
+                f"{name}: this version of devsample does not have it yet; leave it out."
+            )
     model = _check_model(given.model)
     sampler = sampler_spec(given.sampling_method, given.optimizer_kwargs)
     run = _run_spec(given, sampler)
@@ -121,9 +123,13 @@ def make_plan(given: Arguments) -> Plan:
     masks = resolve_masks(unwrap(model), *_masks(given))
     parts = Parts(_loader_spec(given), resolve_evaluate(given.evaluate), callbacks, sampler, run, masks)
     if given.on_failure not in ("retry", "keep", "raise"):
-        raise InvalidArgumentError(f'on_failure: expected "retry", "keep" or "raise", got {given.on_failure!r}.')
+        raise InvalidArgumentError(
+            f'on_failure: expected "retry", "keep" or "raise", got {given.on_failure!r}.'
+        )
     if given.on_records is not None and not callable(given.on_records):
-        raise InvalidArgumentError(f"on_records: expected a function of a DataFrame, got {given.on_records!r}.")
+        raise InvalidArgumentError(
+            f"on_records: expected a function of a DataFrame, got {given.on_records!r}."
+        )
     return Plan(
         model=model,
         parts=parts,
@@ -205,7 +211,9 @@ def _autocast(given: Arguments) -> torch.dtype | None:
     if dtype is None:
         return torch.bfloat16 if given.use_amp else None
     if dtype not in (torch.bfloat16, torch.float16):
-        raise InvalidArgumentError(f"autocast_dtype: expected torch.bfloat16 or torch.float16, got {dtype!r}.")
+        raise InvalidArgumentError(
+            f"autocast_dtype: expected torch.bfloat16 or torch.float16, got {dtype!r}."
+        )
     return torch.bfloat16 if dtype is torch.bfloat16 else torch.float16
 
 
@@ -225,7 +233,9 @@ def _masks(given: Arguments) -> tuple[Mapping[str, Any] | None, str]:
     masks = given.optimize_over_per_model_param if old else given.param_masks
     name = "optimize_over_per_model_param" if old else "param_masks"
     if masks is not None and not isinstance(masks, Mapping):
-        raise InvalidArgumentError(f"{name}: expected {{parameter name: boolean tensor or True}}, got {masks!r}.")
+        raise InvalidArgumentError(
+            f"{name}: expected {{parameter name: boolean tensor or True}}, got {masks!r}."
+        )
     return masks, name
 
 
@@ -235,11 +245,15 @@ def _loader_spec(given: Arguments) -> LoaderSpec:
             "loader, loader_spec: give exactly one of them: a DataLoader, or a LoaderSpec."
         )
     if given.loader_spec is None:
-        return given.loader if isinstance(given.loader, LoaderSpec) else LoaderSpec.from_dataloader(given.loader)
+        return (
+            given.loader if isinstance(given.loader, LoaderSpec) else LoaderSpec.from_dataloader(given.loader)
+        )
     if isinstance(given.loader_spec, DataLoader):
         raise InvalidArgumentError("loader_spec: this is a DataLoader; pass it as loader=.")
     if not isinstance(given.loader_spec, LoaderSpec):
-        raise InvalidArgumentError(f"loader_spec: expected a LoaderSpec, got {type(given.loader_spec).__name__}.")
+        raise InvalidArgumentError(
+            f"loader_spec: expected a LoaderSpec, got {type(given.loader_spec).__name__}."
+        )
     return given.loader_spec
 
 
@@ -252,7 +266,9 @@ def _check_executor(executor: object, slots: Sequence[str]) -> tuple[Executor | 
         return None, executor == "processes"
     if all(callable(getattr(executor, name, None)) for name in ("open", "submit", "poll", "cancel", "close")):
         return executor, True  # type: ignore[return-value]
-    raise InvalidArgumentError(f'executor: expected "auto", "inline", "processes" or an Executor, got {executor!r}.')
+    raise InvalidArgumentError(
+        f'executor: expected "auto", "inline", "processes" or an Executor, got {executor!r}.'
+    )
 
 
 def _threads(threads: object, num_chains: int) -> int:

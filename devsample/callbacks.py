@@ -15,7 +15,18 @@ import torch
 
 from devsample.errors import CallbackStateWarning, InvalidArgumentError
 
-_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_IMMUTABLE = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
 
 
 class Caller:
@@ -28,7 +39,9 @@ class Caller:
     def __call__(self, **record: Any) -> None:
         """Hand the record of one draw to all callbacks."""
         for callback, names in zip(self.callbacks, self._names, strict=True):
-            callback(**(record if names is None else {name: record[name] for name in names if name in record}))
+            callback(
+                **(record if names is None else {name: record[name] for name in names if name in record})
+            )
 
 
 def check_callbacks(callbacks: object, num_chains: int, *, travels: bool) -> tuple[Callable[..., Any], ...]:
@@ -47,7 +60,9 @@ def check_callbacks(callbacks: object, num_chains: int, *, travels: bool) -> tup
     listed = tuple(callbacks) if isinstance(callbacks, (list, tuple)) else (callbacks,)
     for index, callback in enumerate(listed):
         if not callable(callback):
-            raise InvalidArgumentError(f"callbacks[{index}]: expected a function or callable, got {callback!r}.")
+            raise InvalidArgumentError(
+                f"callbacks[{index}]: expected a function or callable, got {callback!r}."
+            )
         if travels and not hasattr(callback, "merge"):
             lost = _lost_state(callback, num_chains)
             if lost:
@@ -127,7 +142,10 @@ def _lost_state(callback: Any, num_chains: int) -> str:
     if isinstance(callback, types.MethodType):
         return _lost_state(callback.__self__, num_chains)
     if isinstance(callback, types.FunctionType):
-        held = {name: _cell(cell) for name, cell in zip(callback.__code__.co_freevars, callback.__closure__ or (), strict=True)}
+        held = {
+            name: _cell(cell)
+            for name, cell in zip(callback.__code__.co_freevars, callback.__closure__ or (), strict=True)
+        }
         held |= {name: callback.__globals__.get(name) for name in callback.__code__.co_names}
         containers = (list, dict, set, np.ndarray, torch.Tensor)
         names = [f"the captured {name}" for name, value in held.items() if isinstance(value, containers)]

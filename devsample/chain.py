@@ -212,9 +212,7 @@ class Group:
         if self._on_draw is not None:
             self._call_back(row, step, draw, target, batches)
 
-    def _call_back(
-        self, row: Row, step: int, draw: int, target: torch.Tensor, batches: list[Batch]
-    ) -> None:
+    def _call_back(self, row: Row, step: int, draw: int, target: torch.Tensor, batches: list[Batch]) -> None:
         assert self._on_draw is not None
         loss, baseline = target.tolist()
         data = [one for _, one in batches]
@@ -248,7 +246,11 @@ class Group:
     def _write(self, row: Row, numbers: np.ndarray, loss: np.ndarray, baseline: np.ndarray) -> None:
         bad = np.flatnonzero(~(np.isfinite(loss) & np.isfinite(baseline)))
         if len(bad):  # the first bad draw is kept, as evidence
-            numbers, loss, baseline = numbers[: bad[0] + 1], loss[: bad[0] + 1], baseline[: bad[0] + 1]
+            numbers, loss, baseline = (
+                numbers[: bad[0] + 1],
+                loss[: bad[0] + 1],
+                baseline[: bad[0] + 1],
+            )
             row.diverged_at = int(self.schedule.steps_of(numbers[-1:])[0])
         rows = np.zeros(len(numbers), RECORD)
         rows["draw"], rows["step"] = numbers, self.schedule.steps_of(numbers)
@@ -259,9 +261,7 @@ class Group:
         self._emit(Event("records", row.chain, int(rows["step"][-1]), rows.tobytes()))
 
 
-def _take(
-    served: Iterator[tuple[BatchRequest, Any]], chain: int, step: int, role: Role
-) -> list[Batch]:
+def _take(served: Iterator[tuple[BatchRequest, Any]], chain: int, step: int, role: Role) -> list[Batch]:
     """The micro-batches of one step, which are the next in line."""
     batches: list[Batch] = []
     for request, data in served:

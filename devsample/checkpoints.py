@@ -28,7 +28,12 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def save_checkpoint(
-    path: Path, position: torch.Tensor, buffers: Mapping[str, torch.Tensor], *, step: int, offset: int
+    path: Path,
+    position: torch.Tensor,
+    buffers: Mapping[str, torch.Tensor],
+    *,
+    step: int,
+    offset: int,
 ) -> None:
     """The state of one chain after ``step`` updates.
 

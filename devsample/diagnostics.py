@@ -441,8 +441,7 @@ def check_bias(evidence: Evidence) -> Finding | None:
     batch = settings.get("nbeta_batch")
     if settings.get("nbeta_rule") == "n/ln n" and batch is not None and batch < settings["nbeta"]:
         others.append(
-            f'nbeta="batch" (nβ {format_number(batch)} in place of '
-            f"{format_number(settings['nbeta'])})"
+            f'nbeta="batch" (nβ {format_number(batch)} in place of {format_number(settings["nbeta"])})'
         )
     text = (
         f"At this lr the estimate is predicted to be {format_number(bias.absolute, 2)} "

@@ -163,7 +163,9 @@ def estimate_learning_coeff_with_summary(
     return _estimate(Arguments(**locals()))
 
 
-def _same_arguments(template: Callable[P, Any]) -> Callable[[Callable[[Arguments], R]], Callable[P, R]]:
+def _same_arguments(
+    template: Callable[P, Any],
+) -> Callable[[Callable[[Arguments], R]], Callable[P, R]]:
     """Give a function of `Arguments` the signature of ``template``."""
     signature = inspect.signature(template)
 

@@ -85,7 +85,9 @@ class FlatParameters:
         return [one.name for one in self.segments]
 
 
-def resolve_masks(model: torch.nn.Module, masks: Masks | None, name: str = "param_masks") -> dict[str, torch.Tensor | bool]:
+def resolve_masks(
+    model: torch.nn.Module, masks: Masks | None, name: str = "param_masks"
+) -> dict[str, torch.Tensor | bool]:
     """What moves, by parameter name, checked against the model.
 
     Args:
@@ -183,5 +185,7 @@ def _state_dtype(model: torch.nn.Module, moving: Masks) -> torch.dtype:
 
 def squared_norm(vector: torch.Tensor) -> float:
     """|v|² in double precision."""
-    norm = float(torch.linalg.vector_norm(vector, dtype=torch.float64 if vector.device.type != "mps" else None))
+    norm = float(
+        torch.linalg.vector_norm(vector, dtype=torch.float64 if vector.device.type != "mps" else None)
+    )
     return norm * norm if math.isfinite(norm) else math.inf

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
@@ -22,10 +23,8 @@ _main_module_lock = threading.RLock()
 
 def available_cores() -> int:
     """CPU cores that this process may use: affinity, cgroup quota and Slurm's share, at least 1."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    cores = len(allowed) or os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
         quota, period = _CGROUP_CPU.read_text().split()
         if quota != "max":
@@ -64,7 +63,9 @@ def hidden_main_module() -> Iterator[None]:
     """
     main = sys.modules["__main__"]
     with _main_module_lock:
-        hidden = {name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__}
+        hidden: dict[str, Any] = {
+            name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__
+        }
         main.__dict__.pop("__file__", None)
         main.__dict__["__spec__"] = None
         try:
@@ -138,7 +139,7 @@ def worker_server(method: str) -> Iterator[None]:
         return
     from multiprocessing import forkserver
 
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server = forkserver._forkserver
     if getattr(server, "_forkserver_pid", None) is not None:
         yield
         return

@@ -91,7 +91,10 @@ class Objective:
     def loss(self, batches: Sequence[Batch], key: ChainKey, step: int) -> torch.Tensor:
         """Loss at the current point, without a gradient."""
         total = sum(count for count, _ in batches)
-        parts = [self._forward(data, key, step, micro) * (count / total) for micro, (count, data) in enumerate(batches)]
+        parts = [
+            self._forward(data, key, step, micro) * (count / total)
+            for micro, (count, data) in enumerate(batches)
+        ]
         return torch.stack(parts).sum()
 
     def _forward(self, data: Any, key: ChainKey, step: int, micro: int) -> torch.Tensor:
@@ -114,12 +117,20 @@ class Objective:
         return torch.autocast(self.flat.device.type, dtype=self._autocast_dtype)
 
 
+def cuda_is_used() -> bool:
+    """Whether this process has a CUDA context already; asking makes none."""
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def global_random_state() -> tuple[bytes, ...]:
     """A fingerprint of the global generators, to see whether something drew from them."""
     kind, words, position, *_ = np.random.get_state()  # noqa: NPY002 - the global one is watched
-    states = [torch.random.default_generator.get_state().numpy().tobytes(), repr(random.getstate()).encode()]
+    states = [
+        torch.default_generator.get_state().numpy().tobytes(),
+        repr(random.getstate()).encode(),
+    ]
     states += [np.asarray(words).tobytes(), f"{kind}{position}".encode()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if cuda_is_used():
         states += [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
     return tuple(states)
 
@@ -127,7 +138,7 @@ def global_random_state() -> tuple[bytes, ...]:
 @contextlib.contextmanager
 def preserved_process_state() -> Iterator[None]:
     """Leave global generators and thread counts of this process as they were."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
+    devices = range(torch.cuda.device_count()) if cuda_is_used() else ()
     threads = torch.get_num_threads()
     python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=list(devices)):

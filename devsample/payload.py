@@ -63,7 +63,9 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
         elif name in ("DistributedDataParallel", "DataParallel"):
             model = model.module  # type: ignore[assignment]
         elif name.startswith(("FSDP", "FullyShardedDataParallel")):
-            raise ModelError(f"model is wrapped in {name}, which shards its weights; pass the unsharded module.")
+            raise ModelError(
+                f"model is wrapped in {name}, which shards its weights; pass the unsharded module."
+            )
         else:
             return model
 

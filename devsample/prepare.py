@@ -51,12 +51,18 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
     run, loader = setting.run, setting.loader
     paired_pass = run.baseline == "fixed" and run.init_loss is not None
     count = loader.num_samples if run.baseline == "full" else min(loader.num_samples, FULL_PASS_SAMPLES)
-    probes = [request for step in range(PROBE_STEPS) for request in loader.requests(0, step, Role.PROBE_ORDER)]
+    probes = [
+        request for step in range(PROBE_STEPS) for request in loader.requests(0, step, Role.PROBE_ORDER)
+    ]
     served = loader.serve(probes + ([] if paired_pass else loader.full_pass(count)))
     steps = _collect(served, len(probes))
     flat = FlatParameters(setting.model, setting.masks)
     objective = Objective(
-        setting.model, setting.evaluate, flat, autocast_dtype=run.autocast_dtype, train_mode=run.train_mode
+        setting.model,
+        setting.evaluate,
+        flat,
+        autocast_dtype=run.autocast_dtype,
+        train_mode=run.train_mode,
     )
     moving, random_evaluate = _try_evaluate(objective, steps, setting.key)
     flat = FlatParameters(setting.model, {name: setting.masks[name] for name in moving})
@@ -129,9 +135,7 @@ def _with_gradient(flat: FlatParameters) -> list[str]:
     return [one.name for one in flat.segments if one.parameter.grad is not None]
 
 
-def _check_loss(
-    objective: Objective, batches: Sequence[Batch], key: ChainKey, train_mode: bool
-) -> float:
+def _check_loss(objective: Objective, batches: Sequence[Batch], key: ChainKey, train_mode: bool) -> float:
     objective.model.eval()
     seeded, objective.seeded = objective.seeded, True
     value = float(objective.loss(batches[:1], key, 0))
@@ -158,7 +162,11 @@ def _center_loss(
 
 
 def _decide(
-    setting: Setting, probe: Probe, center: torch.Tensor, objective: Objective, steps: Sequence[Sequence[Batch]]
+    setting: Setting,
+    probe: Probe,
+    center: torch.Tensor,
+    objective: Objective,
+    steps: Sequence[Sequence[Batch]],
 ) -> dict[str, Any]:
     """nβ, step size, localisation and burn-in; and the figures that predict the bias."""
     sampler, run, spec = setting.sampler, setting.run, setting.loader.spec

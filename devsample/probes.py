@@ -31,7 +31,7 @@ class Probe:
         self._normals = NormalBlocks([key], flat.size, flat.dtype, flat.device, Role.PROBE)
 
     def gradient_noise(self, position: torch.Tensor) -> float:
-        r"""tr Cov of one step's gradient, from differences of independent steps: E|g − g'|²/2."""
+        r"""Trace of one step's gradient covariance, from independent pairs: E|g − g'|²/2."""
         self._objective.flat.point_to(position, self._buffer)
         values = []
         for first in range(0, len(self._steps) - 1, 2):
@@ -40,7 +40,7 @@ class Probe:
         return sum(values) / len(values) if values else math.nan
 
     def hessian_trace(self, position: torch.Tensor, directions: int = 4) -> float:
-        """tr H by Hutchinson's estimator, with central differences of gradients.
+        """Trace of the Hessian by Hutchinson's estimator, with central differences of gradients.
 
         References:
             M. Hutchinson, Comm. Statist. Simulation Comput. 18 (1989).
@@ -48,7 +48,9 @@ class Probe:
         values = []
         for number in range(directions):
             direction = self._normals.plain(number)[0].sign()
-            values.append(float(direction @ self._times_hessian(position, direction, [number % len(self._steps)])))
+            values.append(
+                float(direction @ self._times_hessian(position, direction, [number % len(self._steps)]))
+            )
         return sum(values) / len(values)
 
     def largest_curvature(self, position: torch.Tensor) -> float:
@@ -73,7 +75,9 @@ class Probe:
         self, position: torch.Tensor, direction: torch.Tensor, steps: Sequence[int]
     ) -> torch.Tensor:
         """H · direction, averaged over steps; |direction| sets the scale of the difference."""
-        size = _RELATIVE_STEP * math.sqrt(max(squared_norm(position), 1.0) / max(squared_norm(direction), 1e-30))
+        size = _RELATIVE_STEP * math.sqrt(
+            max(squared_norm(position), 1.0) / max(squared_norm(direction), 1e-30)
+        )
         result = torch.zeros_like(position)
         for sign in (1.0, -1.0):
             shifted = position.add(direction, alpha=sign * size)

@@ -1,8 +1,9 @@
-"""The one format of recorded draws: what a chain writes, streams, and anyone reads back.
+r"""The one format of recorded draws: what a chain writes, streams, and anyone reads back.
 
 A file is a header and blocks. All integers are little-endian::
 
-    header  b"DEVSAMPLE-RECORDS-1\\n", uint32 length, JSON {"chain": int, "fields": [[name, dtype, shape], ...]}
+    header  b"DEVSAMPLE-RECORDS-1\n", uint32 length,
+            JSON {"chain": int, "fields": [[name, dtype, shape], ...]}
     block   b"BLOK", uint32 rows, uint32 CRC-32 of the rows, rows × packed record
 
 A record is one draw of one chain: named float64 scalars and named arrays, each with its dtype and
@@ -26,7 +27,13 @@ _MAGIC = b"DEVSAMPLE-RECORDS-1\n"
 _BLOCK = struct.Struct("<4sII")
 _LENGTH = struct.Struct("<I")
 
-BASE_FIELDS = (("draw", "<i8"), ("step", "<i8"), ("loss", "<f8"), ("baseline", "<f8"), ("llc", "<f8"))
+BASE_FIELDS = (
+    ("draw", "<i8"),
+    ("step", "<i8"),
+    ("loss", "<f8"),
+    ("baseline", "<f8"),
+    ("llc", "<f8"),
+)
 
 
 class RecordWriter:

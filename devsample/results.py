@@ -288,9 +288,7 @@ class LLCResult(Mapping[str, Any]):
 # --- from the draws ------------------------------------------------------------------------------
 
 
-def _lost_chains(
-    chains: Sequence[ChainInfo], traces: Mapping[str, Sequence[Draws]]
-) -> dict[int, LostChain]:
+def _lost_chains(chains: Sequence[ChainInfo], traces: Mapping[str, Sequence[Draws]]) -> dict[int, LostChain]:
     """The chains that cannot be used, by index."""
     lost = {}
     longest = max((len(trace) for trace in traces["llc"]), default=0)
@@ -364,9 +362,7 @@ def _values(
             row[: len(trace)] = trace
         return out
 
-    means = {
-        info.chain: each[info.chain].mean if info.chain in each else math.nan for info in chains
-    }
+    means = {info.chain: each[info.chain].mean if info.chain in each else math.nan for info in chains}
     return {
         "llc/mean": math.nan,
         "llc/std": float(_std(np.array([entry.mean for entry in each.values()]))),
@@ -493,9 +489,7 @@ def _summary_table(result: LLCResult) -> str:
         for row in cells
     ]
     rule = "─" * max(len(line) for line in lines)
-    hidden = (
-        [f"{len(table) - len(shown)} more chains in .chains"] if len(shown) < len(table) else []
-    )
+    hidden = [f"{len(table) - len(shown)} more chains in .chains"] if len(shown) < len(table) else []
     return "\n".join([lines[0], rule, *lines[1:-1], *hidden, rule, lines[-1], ""])
 
 

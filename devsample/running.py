@@ -96,7 +96,11 @@ class _Run:
         """Let one slot measure at w*, check it against the caller's model, and write the manifest."""
         found: list[Outcome] = []
         supervise(
-            self._executor, [Task("prepare")], retry=False, on_outcome=found.append, on_retry=found.append
+            self._executor,
+            [Task("prepare")],
+            retry=False,
+            on_outcome=found.append,
+            on_retry=found.append,
         )
         outcome = found[0]
         if outcome.prepared is None:
@@ -112,7 +116,9 @@ class _Run:
         """Run all chains."""
         run = self._plan.parts.run
         chains = range(run.num_chains)
-        groups = [tuple(chains[start : start + run.group_size]) for start in range(0, len(chains), run.group_size)]
+        groups = [
+            tuple(chains[start : start + run.group_size]) for start in range(0, len(chains), run.group_size)
+        ]
         steps = prepared.num_burnin_steps + run.num_draws * run.num_steps_bw_draws
         with Progress(steps * run.num_chains, self._plan.verbose) as self._progress:
             self._progress.say(_settings_line(prepared))
@@ -145,9 +151,7 @@ class _Run:
                     self._progress.say(f"chain {chain.chain} {chain.status}: {chain.message}")
         if outcome.callbacks is not None:
             done = [chain.chain for chain in outcome.chains]
-            merge_state(
-                self._plan.parts.callbacks, outcome.callbacks, done, self._plan.parts.run.num_chains
-            )
+            merge_state(self._plan.parts.callbacks, outcome.callbacks, done, self._plan.parts.run.num_chains)
 
     def _note_retry(self, outcome: Outcome) -> None:
         chains = ", ".join(str(chain) for chain in outcome.task.chains)
@@ -248,7 +252,8 @@ def _settings_line(prepared: Prepared) -> str:
         text += f'; devinterp\'s default would be {prepared.nbeta_batch:.5g}: nbeta="batch"'
     text += f"), lr = {prepared.lr:.3g}, localization = {prepared.localization:.3g}"
     if prepared.curvature is not None:
-        text += f", burn-in = {prepared.num_burnin_steps} (chosen from the largest curvature, {prepared.curvature:.3g})"
+        text += f", burn-in = {prepared.num_burnin_steps}"
+        text += f" (chosen from the largest curvature, {prepared.curvature:.3g})"
     return text
 
 
@@ -298,9 +303,15 @@ def _write_manifest(
             "numpy": np.__version__,
             "python": sys.version.split()[0],
         },
-        "sampler": {"name": plan.parts.sampler.kind.__name__, "options": {k: repr(v) for k, v in plan.parts.sampler.options.items()}},
+        "sampler": {
+            "name": plan.parts.sampler.kind.__name__,
+            "options": {k: repr(v) for k, v in plan.parts.sampler.options.items()},
+        },
         "run": run,
-        "layout": {"threads_per_chain": plan.threads, "chains_per_process": plan.parts.run.group_size},
+        "layout": {
+            "threads_per_chain": plan.threads,
+            "chains_per_process": plan.parts.run.group_size,
+        },
         "slots": list(plan.slots),
         "prepared": prepared.to_dict(),
         "chains": {str(chain): one.status for chain, one in sorted(outcomes.items())},

@@ -87,7 +87,7 @@ def check_seed(seed: object, num_chains: int) -> int | tuple[int, ...] | None:
         seeds = tuple(_check_one_seed(one) for one in np.asarray(seed).tolist())
         if len(seeds) != num_chains:
             raise InvalidArgumentError(
-                f"seed: {len(seeds)} seeds for num_chains={num_chains}; give one seed a chain, or one for all."
+                f"seed: {len(seeds)} seeds for num_chains={num_chains}; give one a chain, or one for all."
             )
         if len(set(seeds)) != len(seeds):
             raise InvalidArgumentError(
@@ -133,7 +133,8 @@ class IndexBlocks:
             generator = np.random.Generator(philox(self._key, self._role, block))
             self._rows = generator.integers(0, self._num_samples, size=(self._steps, self._size))
             self._block = block
-        return self._rows[row]
+        indices: np.ndarray = self._rows[row]
+        return indices
 
 
 class NormalBlocks:

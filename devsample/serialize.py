@@ -20,6 +20,7 @@ from typing import Any
 import cloudpickle
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from devsample.errors import NotPicklableError
 
@@ -72,7 +73,7 @@ def unpack(
 def save_storages(storages: Sequence[torch.UntypedStorage], path: Path) -> None:
     """Write storages to a safetensors file, beside it first and then renamed."""
     tensors = {
-        str(index): torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
+        str(index): torch.empty(0, dtype=torch.uint8).set_(_on_cpu(storage))
         for index, storage in enumerate(storages)
     }
     temporary = path.with_name(path.name + ".tmp")
@@ -86,13 +87,21 @@ def load_storages(path: Path) -> list[torch.UntypedStorage]:
     return [_own_storage(tensors[str(index)]) for index in range(len(tensors))]
 
 
+def _on_cpu(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    if storage.device.type == "cpu":
+        return storage
+    copied: torch.UntypedStorage = storage.cpu()  # type: ignore[no-untyped-call]
+    return copied
+
+
 def _own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     """A storage that starts where the tensor does (a file's tensors may share one mapping)."""
     storage = tensor.untyped_storage()
     offset = tensor.storage_offset()
     if offset == 0 and storage.nbytes() == tensor.nbytes:
         return storage
-    return storage[offset : offset + tensor.nbytes]
+    part: torch.UntypedStorage = storage[offset : offset + tensor.nbytes]
+    return part
 
 
 def _pack_and_load(obj: Any, every_tensor: bool) -> Packed:
@@ -174,11 +183,22 @@ class _Unpickler(pickle.Unpickler):
         return self._moved[index]
 
     def persistent_load(self, reference: Any) -> torch.Tensor:
-        number, is_parameter, index, dtype, offset, shape, stride, requires_grad, device, attributes = reference
+        (
+            number,
+            is_parameter,
+            index,
+            dtype,
+            offset,
+            shape,
+            stride,
+            requires_grad,
+            device,
+            attributes,
+        ) = reference
         if number not in self._tensors:
             storage = self._storage(index, device)
             tensor = torch.empty(0, dtype=dtype, device=storage.device)
-            tensor = tensor.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
+            tensor = tensor.set_(storage, offset, shape, stride)
             if is_parameter:
                 tensor = torch.nn.Parameter(tensor, requires_grad=requires_grad)
             elif requires_grad:
@@ -194,7 +214,7 @@ def _check_tensor(tensor: torch.Tensor) -> None:
         raise NotPicklableError(
             "is a non-leaf tensor that requires grad; its graph cannot travel. Use .detach()."
         )
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if isinstance(tensor, UninitializedTensorMixin):
         raise NotPicklableError("is a lazy parameter without values; run one forward pass first.")
     if tensor.is_meta:
         raise NotPicklableError("is on the meta device and has no values; load its weights first.")
@@ -255,7 +275,10 @@ def _children(obj: Any, path: str) -> Iterator[tuple[Any, str]]:
         yield from ((value, f"{path}.args[{index}]") for index, value in enumerate(obj.args))
         yield from ((value, f"{path}.keywords[{key!r}]") for key, value in obj.keywords.items())
     elif isinstance(obj, types.MethodType):
-        yield obj.__self__, path + (".__self__" if path.endswith(")") else f".{obj.__name__}.__self__")
+        yield (
+            obj.__self__,
+            path + (".__self__" if path.endswith(")") else f".{obj.__name__}.__self__"),
+        )
         yield obj.__func__, f"{path}.__func__"
     elif isinstance(obj, types.FunctionType):
         yield from _function_parts(obj, path)
@@ -309,10 +332,12 @@ def _state_parts(obj: Any, path: str) -> Iterator[tuple[Any, str]]:
 
 
 def type_name(obj: Any) -> str:
+    """An object's class, with its module unless it is a builtin."""
     kind = type(obj)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def short_error(error: BaseException) -> str:
+    """An error's class and the first line of its message."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

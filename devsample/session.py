@@ -31,7 +31,6 @@ from devsample.payload import Parts, PayloadReader, Skeleton, load_model
 from devsample.prepare import Setting, prepare
 from devsample.probes import Probe
 from devsample.records import RecordWriter
-from devsample.seeds import Role
 from devsample.serialize import short_error
 from devsample.specs import Prepared
 from devsample.types import ChainOutcome, Emit, Event, Job, Outcome, Task
@@ -91,7 +90,13 @@ class Session:
     def _prepare(self, task: Task) -> Outcome:
         parts = self._parts
         setting = Setting(
-            self._model, parts.evaluate, parts.masks, parts.sampler, parts.run, self._keys[0], self._loader
+            self._model,
+            parts.evaluate,
+            parts.masks,
+            parts.sampler,
+            parts.run,
+            self._keys[0],
+            self._loader,
         )
         prepared, batch = prepare(setting)
         write_json(self._job.run_dir / "prepared.json", prepared.to_dict())
@@ -121,7 +126,8 @@ class Session:
     ) -> tuple[list[ChainOutcome], Exception | None]:
         started = time.monotonic()
         rows: list[Row] = []
-        group, error, noise = None, None, {}
+        group, error = None, None
+        noise: dict[int, dict[str, float]] = {}
         try:
             rows = [self._row(chain) for chain in chains]
             for row in rows:
@@ -230,7 +236,12 @@ class Session:
                 message=f"the loss was not finite at step {row.diverged_at}; lower lr or nbeta",
             )
         else:
-            base = ChainOutcome(row.chain, "done", **noise)
+            base = ChainOutcome(
+                row.chain,
+                "done",
+                gradient_noise=noise.get("gradient_noise"),
+                hessian_trace=noise.get("hessian_trace"),
+            )
         return dataclasses.replace(
             base,
             num_draws=row.draws,
@@ -254,7 +265,14 @@ class Session:
 
 
 def run_chain(
-    payload_sha256: str, chains: Sequence[int], run_dir: Path, attempt: int, emit: Emit, *, device: str = "cpu", threads: int = 1
+    payload_sha256: str,
+    chains: Sequence[int],
+    run_dir: Path,
+    attempt: int,
+    emit: Emit,
+    *,
+    device: str = "cpu",
+    threads: int = 1,
 ) -> Outcome:
     """Run ``chains`` of the run in ``run_dir`` in this process; never raises.
 
@@ -305,7 +323,9 @@ def _batch_bytes(batch: Any) -> bytes:
     from devsample.data.batches import to_device
 
     try:
-        data: bytes = cloudpickle.dumps(to_device(batch, torch.device("cpu")), protocol=pickle.HIGHEST_PROTOCOL)
+        data: bytes = cloudpickle.dumps(
+            to_device(batch, torch.device("cpu")), protocol=pickle.HIGHEST_PROTOCOL
+        )
     except Exception:  # a check that cannot be made is left out
         return b""
     return data if len(data) <= _LARGEST_CHECK_BATCH else b""

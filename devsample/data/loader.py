@@ -45,7 +45,12 @@ class ChainLoader:
     """
 
     def __init__(
-        self, spec: LoaderSpec, keys: Sequence[ChainKey], *, grad_accum_steps: int, device: torch.device
+        self,
+        spec: LoaderSpec,
+        keys: Sequence[ChainKey],
+        *,
+        grad_accum_steps: int,
+        device: torch.device,
     ) -> None:
         self.spec = spec
         self._keys, self._accumulate, self._device = tuple(keys), grad_accum_steps, device
@@ -67,7 +72,8 @@ class ChainLoader:
         pieces = self._pieces(indices.tolist() if isinstance(indices, np.ndarray) else list(indices))
         last = len(pieces) - 1
         return [
-            self._request(chain, step, micro, role, piece, last=micro == last) for micro, piece in enumerate(pieces)
+            self._request(chain, step, micro, role, piece, last=micro == last)
+            for micro, piece in enumerate(pieces)
         ]
 
     def full_pass(self, count: int) -> list[BatchRequest]:
@@ -78,7 +84,9 @@ class ChainLoader:
             indices = np.linspace(0, self.num_samples - 1, count).astype(np.int64).tolist()
         size = self._micro_size
         pieces = [indices[start : start + size] for start in range(0, len(indices), size)]
-        return [self._request(0, step, 0, Role.FULL_ORDER, piece, last=True) for step, piece in enumerate(pieces)]
+        return [
+            self._request(0, step, 0, Role.FULL_ORDER, piece, last=True) for step, piece in enumerate(pieces)
+        ]
 
     def serve(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[BatchRequest, Any]]:
         """Each request with its batch on the device, in order.
@@ -106,7 +114,7 @@ class ChainLoader:
                 step += 1
 
         self._plan.restart = steps
-        self._loader._devsample = self  # type: ignore[attr-defined]  # lives as long as the loader
+        self._loader._devsample = self  # lives as long as the loader
         return self._loader
 
     def close(self) -> None:
@@ -122,7 +130,10 @@ class ChainLoader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -135,7 +146,12 @@ class ChainLoader:
         else:
             sampler = self.spec.batch_sampler if self.spec.batch_sampler is not None else self.spec.sampler
             order = make_order(
-                self.spec.order, key, self.num_samples, size, drop_last=self.spec.drop_last, sampler=sampler
+                self.spec.order,
+                key,
+                self.num_samples,
+                size,
+                drop_last=self.spec.drop_last,
+                sampler=sampler,
             )
         self._orders[chain, role] = order
         return order
@@ -156,9 +172,7 @@ class ChainLoader:
         spec = self.spec
         batched = spec.batch_size is not None
         collate = spec.collate_fn or (default_collate if batched else default_convert)
-        source = BatchDataset(
-            self._carry(dataset), Carried(collate), batched=batched, seeded=self._seeded
-        )
+        source = BatchDataset(self._carry(dataset), Carried(collate), batched=batched, seeded=self._seeded)
         workers: dict[str, Any] = {}
         if spec.num_workers > 0:
             workers = {
@@ -198,8 +212,8 @@ class ChainLoader:
         return Carried(dataset, cloudpickle.dumps(dataset))
 
     def _start(self) -> Iterator[Any]:
-        self._live = iter(self._loader)
-        return self._live
+        live = self._live = iter(self._loader)
+        return live
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
         """Call into the loader; whatever goes wrong there is named."""
@@ -224,7 +238,8 @@ class ChainLoader:
         if not dead:
             return LoaderError(f"the loader raised {type(error).__name__}: {error}")
         return LoaderWorkerError(
-            f"{'; '.join(dead)}. If memory ran out, lower num_workers, prefetch_factor or batch_size. ({error})"
+            f"{'; '.join(dead)}. If memory ran out, lower num_workers, prefetch_factor or batch_size. "
+            f"({error})"
         )
 
     _live: Any = None

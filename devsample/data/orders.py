@@ -18,7 +18,13 @@ Order = Callable[[int], "np.ndarray | list[int]"]
 
 
 def make_order(
-    sampling: str, key: ChainKey, num_samples: int, size: int, *, drop_last: bool, sampler: Any = None
+    sampling: str,
+    key: ChainKey,
+    num_samples: int,
+    size: int,
+    *,
+    drop_last: bool,
+    sampler: Any = None,
 ) -> Order:
     """The order of the gradient batches of one chain.
 
@@ -64,7 +70,7 @@ class _UserOrder:
     """The user's sampler, epoch by epoch, its random state keyed by (seed, chain, epoch)."""
 
     def __init__(self, sampler: Iterable[Any], key: ChainKey, size: int, drop_last: bool) -> None:
-        self._sampler = copy.copy(sampler)
+        self._sampler: Any = copy.copy(sampler)
         self._key, self._size, self._drop_last = key, size, drop_last
         self._first_step, self._epoch = 0, -1
         self._steps: list[list[int]] = []
@@ -82,9 +88,7 @@ class _UserOrder:
         seed = stream_seed(self._key, Role.ORDER, self._epoch)
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(self._epoch)
-        if isinstance(getattr(self._sampler, "generator", None), torch.Generator) or (
-            hasattr(self._sampler, "generator") and self._sampler.generator is None
-        ):
+        if isinstance(getattr(self._sampler, "generator", self), torch.Generator | None):
             self._sampler.generator = torch.Generator().manual_seed(seed)
         with preserved_global_generators():
             seed_global_generators(seed)
@@ -106,13 +110,13 @@ class preserved_global_generators:  # noqa: N801 - reads as a statement
     def __enter__(self) -> None:
         import random
 
-        self._torch = torch.random.default_generator.get_state()
+        self._torch = torch.default_generator.get_state()
         self._numpy = np.random.get_state()  # noqa: NPY002 - the global one is what is kept
         self._random = random.getstate()
 
     def __exit__(self, *_: object) -> None:
         import random
 
-        torch.random.default_generator.set_state(self._torch)
+        torch.default_generator.set_state(self._torch)
         np.random.set_state(self._numpy)  # noqa: NPY002
         random.setstate(self._random)

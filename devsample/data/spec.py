@@ -281,13 +281,19 @@ class LoaderSpec:
             count = self.sample_count(dataset)
         except (TypeError, NotImplementedError) as error:
             raise InvalidArgumentError(
-                f"{where} a {type(dataset).__name__} without a length. n enters the estimate: give num_samples=n."
+                f"{where} a {type(dataset).__name__} without a length, "
+                "but n enters the estimate: give num_samples=n."
             ) from error
         if count < 1:
             raise InvalidArgumentError(f"{where} an empty {type(dataset).__name__}.")
 
     def _check_numbers(self) -> None:
-        for name, lowest in (("batch_size", 1), ("num_samples", 1), ("num_workers", 0), ("prefetch_factor", 1)):
+        for name, lowest in (
+            ("batch_size", 1),
+            ("num_samples", 1),
+            ("num_workers", 0),
+            ("prefetch_factor", 1),
+        ):
             value = getattr(self, name)
             optional = name != "num_workers"
             if value is None and optional:
@@ -337,9 +343,13 @@ class LoaderSpec:
                 "it. Leave it out; chains already draw their own batches."
             )
         if not hasattr(sampler, "__iter__") or isinstance(sampler, Iterator):
-            raise InvalidArgumentError(f"{name}: expected a sampler that can be iterated again, got {sampler!r}.")
+            raise InvalidArgumentError(
+                f"{name}: expected a sampler that can be iterated again, got {sampler!r}."
+            )
         if not hasattr(sampler, "__len__"):
-            raise InvalidArgumentError(f"{name}: {type(sampler).__name__} needs a __len__ (an epoch must end).")
+            raise InvalidArgumentError(
+                f"{name}: {type(sampler).__name__} needs a __len__ (an epoch must end)."
+            )
 
     def _check_workers(self) -> None:
         context = self.multiprocessing_context
@@ -390,7 +400,7 @@ def _order_fields(loader: DataLoader[Any]) -> dict[str, Any]:
     batched = loader.batch_sampler
     if loader.batch_size is None and type(batched) is BatchSampler:  # batch_sampler=BatchSampler(...)
         sampler = batched.sampler
-        fields = {"batch_size": batched.batch_size, "drop_last": batched.drop_last}
+        fields: dict[str, Any] = {"batch_size": batched.batch_size, "drop_last": batched.drop_last}
     else:
         fields = {"batch_size": loader.batch_size}
     plain = type(sampler) is SequentialSampler or (

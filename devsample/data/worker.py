@@ -84,6 +84,7 @@ class BatchDataset(Dataset[Any]):
         self.batched, self.seeded = batched, seeded
 
     def __getitem__(self, request: BatchRequest) -> Any:
+        """The batch that was asked for."""
         if self.seeded:
             seed_global_generators(request.seed)
         try:
@@ -116,6 +117,7 @@ class WorkerStart:
         self._user = user
 
     def __call__(self, worker_id: int) -> None:
+        """Called by torch in the new worker."""
         leave_with_parent()
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, BatchDataset):
@@ -156,7 +158,7 @@ def send(batch: Any) -> Any:
 
 def seed_global_generators(seed: int) -> None:
     """Seed torch, numpy and random of this process from one 64-bit number."""
-    torch.random.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # noqa: NPY002 - the global one is what users use
     random.seed(seed)
 

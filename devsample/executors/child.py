@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from devsample.types import Task
 
 
-def main(connection: Connection, environment: Mapping[str, str], device: str, job: tuple[str, str, int]) -> None:
+def main(
+    connection: Connection, environment: Mapping[str, str], device: str, job: tuple[str, str, int]
+) -> None:
     """Serve tasks from ``connection`` until it says to stop, or its other end is gone.
 
     Args:

@@ -12,8 +12,8 @@ from devsample.errors import InvalidArgumentError
 
 
 def slot_devices(
-    cores: object,
-    device: object,
+    cores: Any,
+    device: Any,
     gpu_idxs: Sequence[int] | None,
     devices: Sequence[Any] | None,
     home: torch.device,
@@ -65,7 +65,10 @@ def child_device(device: str) -> tuple[str, dict[str, str]]:
 
 
 def _candidates(
-    device: object, gpu_idxs: Sequence[int] | None, devices: Sequence[Any] | None, home: torch.device
+    device: Any,
+    gpu_idxs: Sequence[int] | None,
+    devices: Sequence[Any] | None,
+    home: torch.device,
 ) -> list[Any]:
     if devices is not None:
         if not devices:
@@ -75,21 +78,25 @@ def _candidates(
         if not gpu_idxs:
             raise InvalidArgumentError("gpu_idxs: the list is empty.")
         return [f"cuda:{int(index)}" for index in gpu_idxs]
-    chosen = torch.device(device) if isinstance(device, (str, torch.device, int)) else home  # type: ignore[arg-type]
+    chosen = torch.device(device) if isinstance(device, (str, torch.device, int)) else home
     if chosen.type == "cuda" and chosen.index is None:
         return [f"cuda:{index}" for index in range(max(1, torch.cuda.device_count()))]
     return [str(chosen)]
 
 
-def _checked(device: object) -> str:
+def _checked(device: Any) -> str:
     try:
-        parsed = torch.device(device)  # type: ignore[arg-type]
+        parsed = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InvalidArgumentError(f"device: {device!r} is no device ({str(error).splitlines()[0]}).") from error
+        raise InvalidArgumentError(
+            f"device: {device!r} is no device ({str(error).splitlines()[0]})."
+        ) from error
     if parsed.type == "cuda":
         count = torch.cuda.device_count()
         if (parsed.index or 0) >= count:
-            raise InvalidArgumentError(f"device: {parsed} is not there; this machine has {count} CUDA devices.")
+            raise InvalidArgumentError(
+                f"device: {parsed} is not there; this machine has {count} CUDA devices."
+            )
     elif parsed.type == "mps" and not torch.backends.mps.is_available():
         raise InvalidArgumentError("device: mps is not available on this machine.")
     elif parsed.type == "meta":

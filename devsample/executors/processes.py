@@ -14,7 +14,12 @@ from typing import Any
 
 from devsample.executors.child import main
 from devsample.executors.devices import child_device
-from devsample.machine import describe_exit, end_process_group, hidden_main_module, thread_environment
+from devsample.machine import (
+    describe_exit,
+    end_process_group,
+    hidden_main_module,
+    thread_environment,
+)
 from devsample.types import ChainOutcome, Emit, Job, Outcome, Task
 
 _GRACE_SECONDS = 5.0
@@ -98,7 +103,10 @@ class ProcessExecutor:
         environment |= thread_environment(self._job.threads)
         job = (str(self._job.run_dir), self._job.payload_sha256, self._job.threads)
         process = context.Process(
-            target=main, args=(theirs, environment, inside, job), name=f"devsample-{device}", daemon=False
+            target=main,
+            args=(theirs, environment, inside, job),
+            name=f"devsample-{device}",
+            daemon=False,
         )
         with hidden_main_module():
             process.start()
@@ -132,7 +140,13 @@ class ProcessExecutor:
                 for chain in task.chains
             )
             outcomes.append(
-                Outcome(task, died, error=message, error_type="ChainProcessError", retryable="killed" in how)
+                Outcome(
+                    task,
+                    died,
+                    error=message,
+                    error_type="ChainProcessError",
+                    retryable="killed" in how,
+                )
             )
         if task is None and len(self._slots) > 1:
             self._slots.remove(slot)  # it dies on its own: the others do the work

@@ -110,7 +110,10 @@ class Sampler(torch.optim.Optimizer):
             self._generator = torch.Generator(device=parameter.device)
             self._generator.seed()
         return torch.randn(
-            parameter.shape, dtype=parameter.dtype, device=parameter.device, generator=self._generator
+            parameter.shape,
+            dtype=parameter.dtype,
+            device=parameter.device,
+            generator=self._generator,
         )
 
 

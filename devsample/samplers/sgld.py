@@ -33,9 +33,13 @@ class SGLDKernel(Kernel):
         if self.bounding_box_size is not None:
             check_range("bounding_box_size", self.bounding_box_size, above=0)
         if self.bounding_box not in ("reflect", "clamp"):
-            raise InvalidArgumentError(f'bounding_box: expected "reflect" or "clamp", got {self.bounding_box!r}.')
+            raise InvalidArgumentError(
+                f'bounding_box: expected "reflect" or "clamp", got {self.bounding_box!r}.'
+            )
         if self.integrator not in ("averaged", "euler"):
-            raise InvalidArgumentError(f'integrator: expected "averaged" or "euler", got {self.integrator!r}.')
+            raise InvalidArgumentError(
+                f'integrator: expected "averaged" or "euler", got {self.integrator!r}.'
+            )
 
     @property
     def noise_kind(self) -> Literal["plain", "averaged"]:
