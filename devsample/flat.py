@@ -128,6 +128,12 @@ def _match(
                 + (" …" if len(parameters) > 12 else ".")
             )
         for key in hits:
+            if not parameters[key].requires_grad:
+                if key == pattern:
+                    raise InvalidArgumentError(
+                        f"{name}: {key} is frozen (requires_grad=False); set requires_grad or leave it out."
+                    )
+                continue
             checked = _check_mask(mask, parameters[key], f"{name}[{pattern!r}]")
             if checked is not None:
                 chosen[key] = checked

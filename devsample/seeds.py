@@ -14,7 +14,7 @@ run share numbers.
   ``S = max(1, 2^12 // elements)`` steps (`NormalBlocks`). torch fills a block: on the CPU its
   Mersenne twister, whose whole state is set from the Philox block (its integer seeds have 32 bits
   only); on other devices a generator with a 64-bit seed from the block. CPU and GPU noise differ.
-* Items, dropout: one 64-bit seed per (chain, step, part), from `stream_seed`.
+* Items, dropout, a data set factory: a 64-bit seed per (chain, step, part), from `stream_seed`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Role(enum.IntEnum):
     PROBE = 8
     FULL_ORDER = 9
     PILOT = 10
+    DATASET = 11
 
 
 @dataclass(frozen=True)

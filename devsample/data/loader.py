@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate, default_convert
 
 from devsample.data.batches import to_device
-from devsample.data.orders import Order, make_order
+from devsample.data.orders import Order, make_order, preserved_global_generators
 from devsample.data.spec import REMEDY, LoaderSpec
 from devsample.data.worker import (
     BatchDataset,
@@ -23,6 +23,7 @@ from devsample.data.worker import (
     Rebuilt,
     WorkerStart,
     pass_through,
+    seed_global_generators,
     send,
 )
 from devsample.errors import LoaderError, LoaderWorkerError, NotPicklableError
@@ -58,7 +59,10 @@ class ChainLoader:
         self._orders: dict[tuple[int, int], Order] = {}
         self._plan = _Plan()
         self._resources = contextlib.ExitStack()
-        dataset = spec.make_dataset()
+        self._dataset_seed = stream_seed(self._keys[0], Role.DATASET, 0)
+        with preserved_global_generators():
+            seed_global_generators(self._dataset_seed)
+            dataset = spec.make_dataset()
         self.num_samples = spec.sample_count(dataset)
         self._seeded = not (type(dataset) is TensorDataset and spec.collate_fn in (None, default_collate))
         if spec.num_workers > 0:
@@ -202,12 +206,12 @@ class ChainLoader:
             return Carried(dataset)
         recipe = cloudpickle.dumps(spec.make_dataset) if spec.is_factory else b""
         if spec.worker_dataset == "rebuild":
-            return Rebuilt(dataset, recipe)
+            return Rebuilt(dataset, recipe, self._dataset_seed)
         try:
             pack(dataset, "dataset", remedy=REMEDY)
         except NotPicklableError:
             if spec.worker_dataset == "auto" and spec.is_factory:
-                return Rebuilt(dataset, recipe)
+                return Rebuilt(dataset, recipe, self._dataset_seed)
             raise
         return Carried(dataset, cloudpickle.dumps(dataset))
 

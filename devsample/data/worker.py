@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import numpy as np
 import torch
-from torch.utils.data import Dataset, _utils, get_worker_info
+from torch.utils.data import Dataset, TensorDataset, _utils, default_collate, get_worker_info
 
 from devsample.errors import LoaderWorkerError
 from devsample.machine import leave_with_parent
@@ -56,16 +56,17 @@ def _arrive(data: bytes) -> Carried:
 class Rebuilt(Carried):
     """A data set that is made again, from its recipe, in every worker."""
 
-    def __init__(self, value: Any, recipe: bytes) -> None:
+    def __init__(self, value: Any, recipe: bytes, seed: int) -> None:
         super().__init__(value)
-        self._recipe = recipe
+        self._recipe, self._seed = recipe, seed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._recipe,)
+        return _rebuild, (self._recipe, self._seed)
 
 
-def _rebuild(recipe: bytes) -> Carried:
+def _rebuild(recipe: bytes, seed: int) -> Carried:
     make = cloudpickle.loads(recipe)
+    seed_global_generators(seed)  # what the factory draws is the same in every process
     return Carried(make())
 
 
@@ -83,11 +84,20 @@ class BatchDataset(Dataset[Any]):
         self.dataset, self.collate = dataset, collate
         self.batched, self.seeded = batched, seeded
 
+    @property
+    def _rows(self) -> tuple[torch.Tensor, ...] | None:
+        """Tensors that can be indexed at once, which gives what collating their rows would."""
+        plain = self.batched and type(self.dataset.value) is TensorDataset
+        return self.dataset.value.tensors if plain and self.collate.value is default_collate else None
+
     def __getitem__(self, request: BatchRequest) -> Any:
         """The batch that was asked for."""
         if self.seeded:
             seed_global_generators(request.seed)
         try:
+            if self._rows is not None:
+                index = torch.tensor(request.indices)
+                return [rows[index] for rows in self._rows]
             return self.collate.value(self._items(request.indices))
         except Exception as error:
             raise LoaderWorkerError(self._describe(request, error)) from None
