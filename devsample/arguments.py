@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,13 @@ from devsample.seeds import check_seed, fresh_seed
 from devsample.specs import RunSpec, SamplerSpec, sampler_spec
 from devsample.types import Executor
 
+_COUNTS = {
+    "num_draws": 1,
+    "num_chains": 1,
+    "num_burnin_steps": 0,
+    "num_steps_bw_draws": 1,
+    "grad_accum_steps": 1,
+}
 _LATER = {"observables": None, "until": None, "timeout": None, "compile": False}
 
 
@@ -154,41 +163,34 @@ def _check_model(model: object) -> torch.nn.Module:
 
 
 def _run_spec(given: Arguments, sampler: SamplerSpec) -> RunSpec:
-    for name, least in (
-        ("num_draws", 1),
-        ("num_chains", 1),
-        ("num_burnin_steps", 0),
-        ("num_steps_bw_draws", 1),
-        ("grad_accum_steps", 1),
-    ):
-        check_integer(name, getattr(given, name), least)
+    counts = {name: check_integer(name, getattr(given, name), least) for name, least in _COUNTS.items()}
     if given.start not in ("center", "prior"):
         raise InvalidArgumentError(f'start: expected "center" or "prior", got {given.start!r}.')
-    seed = check_seed(given.seed, given.num_chains)
+    auto = _is_auto(given.settings, sampler)
+    pull = sampler.options.get("localization", 1.0 if auto else 0.0)
+    if given.start == "prior" and not pull:
+        raise InvalidArgumentError('start: "prior" draws from N(w*, 1/γ); give localization > 0.')
+    seed = check_seed(given.seed, counts["num_chains"])
     group = 1 if given.chains_per_process == "auto" else given.chains_per_process
-    check_integer("chains_per_process", group, 1)
     baseline, init_loss = _check_baseline(given.baseline, given.init_loss)
     return RunSpec(
-        num_draws=given.num_draws,
-        num_chains=given.num_chains,
-        num_burnin_steps=given.num_burnin_steps,
-        num_steps_bw_draws=given.num_steps_bw_draws,
-        grad_accum_steps=given.grad_accum_steps,
+        **counts,
         seed=fresh_seed() if seed is None else seed,
         baseline=baseline,  # type: ignore[arg-type]
         init_loss=init_loss,
         start=given.start,
         train_mode=bool(given.train_mode),
         autocast_dtype=_autocast(given),
-        auto=_is_auto(given.settings, sampler),
-        group_size=group,
+        auto=auto,
+        group_size=check_integer("chains_per_process", group, 1),
     )
 
 
-def check_integer(name: str, value: object, least: int) -> None:
-    """An error unless ``value`` is an integer ≥ ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def check_integer(name: str, value: object, least: int) -> int:
+    """The integer ``value``, an error unless it is one ≥ ``least``."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise InvalidArgumentError(f"{name}: expected an integer ≥ {least}, got {value!r}.")
+    return int(value)
 
 
 def _check_baseline(baseline: object, init_loss: object) -> tuple[str, float | None]:
@@ -200,7 +202,10 @@ def _check_baseline(baseline: object, init_loss: object) -> tuple[str, float | N
         return str(baseline), None
     if baseline == "full":
         raise InvalidArgumentError('init_loss, baseline: "full" computes the loss at w*; drop one of them.')
-    value = float(init_loss)  # type: ignore[arg-type]
+    try:
+        value = float(init_loss)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        value = math.nan
     if not math.isfinite(value):
         raise InvalidArgumentError(f"init_loss: expected a finite number, got {init_loss!r}.")
     return "fixed", value
@@ -274,14 +279,15 @@ def _check_executor(executor: object, slots: Sequence[str]) -> tuple[Executor | 
 def _threads(threads: object, num_chains: int) -> int:
     if threads is None:
         return max(1, available_cores() // num_chains)
-    check_integer("threads_per_chain", threads, 1)
-    return int(threads)  # type: ignore[call-overload, no-any-return]
+    return check_integer("threads_per_chain", threads, 1)
 
 
 def _check_run_dir(run_dir: object) -> Path | None:
     if run_dir is None:
         return None
-    path = Path(run_dir)  # type: ignore[arg-type]
+    if not isinstance(run_dir, (str, os.PathLike)):
+        raise InvalidArgumentError(f"run_dir: expected a path or None, got {run_dir!r}.")
+    path = Path(run_dir)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise RunFolderError(
             f"run_dir: {path} is not empty. Give a new folder; this version does not continue a run, and "

@@ -233,6 +233,7 @@ def _estimate(given: Arguments) -> LLCResult:
         init_loss_se=prepared.init_loss_se,
         online=plan.online,
         at_center=at_center,
+        reports=gather_results(plan.parts.callbacks),
     )
 
 

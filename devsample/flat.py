@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from devsample.errors import InvalidArgumentError
+from devsample.errors import InvalidArgumentError, ModelError
 
 Masks = Mapping[str, "torch.Tensor | bool"]
 
@@ -98,6 +100,7 @@ def resolve_masks(
 
     Raises:
         InvalidArgumentError: an unknown name, a wrong shape or dtype, nothing moves.
+        ModelError: a moving parameter shares memory with another tensor.
     """
     parameters = dict(model.named_parameters())
     if masks is None:
@@ -108,12 +111,36 @@ def resolve_masks(
             raise InvalidArgumentError("model: no parameter requires grad, so nothing can move.")
     else:
         chosen = _match(parameters, masks, name)
+    _check_shared_memory(model, chosen)
     for key in chosen:
         if not parameters[key].is_floating_point():
             raise InvalidArgumentError(
                 f"{key} is {parameters[key].dtype}; only real floating point parameters can be sampled."
             )
     return chosen
+
+
+def _check_shared_memory(model: torch.nn.Module, chosen: Masks) -> None:
+    """Refuse moving parameters that share memory with another tensor of the model by hand.
+
+    Once they move, each has memory of its own, and the tie would be lost. One Parameter object
+    in two places is a tie that stays.
+    """
+    spans = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.numel() and not tensor.is_meta and not isinstance(tensor, UninitializedTensorMixin):
+            start = tensor.data_ptr()
+            last = sum(
+                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            spans.append((str(tensor.device), start, start + (last + 1) * tensor.element_size(), name))
+    spans.sort()
+    for (device, _, stop, one), (other_device, start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start < stop and (one in chosen or other in chosen):
+            raise ModelError(
+                f"model: {one} and {other} are two tensors that share memory; the tie would be lost once "
+                "they move. Assign the same torch.nn.Parameter object in both places."
+            )
 
 
 def _match(

@@ -12,7 +12,7 @@ import torch
 
 from devsample.chain import PROBE_STEPS
 from devsample.data.loader import ChainLoader
-from devsample.errors import EvaluateError, InvalidArgumentError
+from devsample.errors import EvaluateError
 from devsample.flat import FlatParameters, Masks
 from devsample.losses import nbeta_for
 from devsample.objective import Batch, Objective, global_random_state
@@ -180,8 +180,6 @@ def _decide(
     if run.auto:
         options.setdefault("localization", _AUTO_LOCALIZATION)
     localization = float(options.get("localization", 0.0))
-    if run.start == "prior" and localization == 0:
-        raise InvalidArgumentError('start: "prior" draws from N(w*, 1/γ) and needs localization > 0.')
     if lr is None:
         curvature = _explore(probe, setting, objective, center, steps, nbeta, localization)
         lr = _AUTO_LR / (nbeta * curvature + localization)

@@ -4,7 +4,8 @@ A file is a header and blocks. All integers are little-endian::
 
     header  b"DEVSAMPLE-RECORDS-1\n", uint32 length,
             JSON {"chain": int, "fields": [[name, dtype, shape], ...]}
-    block   b"BLOK", uint32 rows, uint32 CRC-32 of the rows, rows × packed record
+    block   b"BLOK", uint32 rows, uint32 CRC-32 of these 8 bytes, uint32 CRC-32 of the records,
+            rows × packed record
 
 A record is one draw of one chain: named float64 scalars and named arrays, each with its dtype and
 shape. A file that was cut off within its last block (a killed chain) reads up to that block.
@@ -24,7 +25,8 @@ import numpy as np
 from devsample.errors import RunFolderError
 
 _MAGIC = b"DEVSAMPLE-RECORDS-1\n"
-_BLOCK = struct.Struct("<4sII")
+_BLOCK = struct.Struct("<4sIII")
+_BLOCK_START = struct.Struct("<4sI")
 _LENGTH = struct.Struct("<I")
 
 BASE_FIELDS = (
@@ -49,14 +51,16 @@ class RecordWriter:
         self._dtype = dtype
         fields = [[name, dtype[name].base.str, list(dtype[name].shape)] for name in dtype.names or ()]
         header = json.dumps({"chain": chain, "fields": fields}).encode()
-        self._file: BinaryIO = path.open("wb")
-        self._file.write(_MAGIC + _LENGTH.pack(len(header)) + header)
-        self._file.flush()
+        new = path.with_name(path.name + ".tmp")
+        new.write_bytes(_MAGIC + _LENGTH.pack(len(header)) + header)
+        os.replace(new, path)  # a file always has a whole header
+        self._file: BinaryIO = path.open("ab")
 
     def append(self, rows: np.ndarray) -> None:
         """Write ``rows`` (structured, 1-d) as one block; they are in the file when this returns."""
         payload = np.ascontiguousarray(rows, dtype=self._dtype).tobytes()
-        self._file.write(_BLOCK.pack(b"BLOK", len(rows), zlib.crc32(payload)) + payload)
+        start = _BLOCK_START.pack(b"BLOK", len(rows))
+        self._file.write(_BLOCK.pack(b"BLOK", len(rows), zlib.crc32(start), zlib.crc32(payload)) + payload)
         self._file.flush()
 
     @property
@@ -82,12 +86,12 @@ def read_records(path: Path) -> tuple[int, np.ndarray]:
     if not data.startswith(_MAGIC):
         raise RunFolderError(f"{path} is not a devsample record file; it was left as it is.")
     start = len(_MAGIC) + _LENGTH.size
-    (length,) = _LENGTH.unpack_from(data, len(_MAGIC))
     try:
+        (length,) = _LENGTH.unpack_from(data, len(_MAGIC))
         header = json.loads(data[start : start + length])
         dtype = np.dtype([(name, kind, tuple(shape)) for name, kind, shape in header["fields"]])
         chain = int(header["chain"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"{path}: damaged header ({error}).") from error
     return chain, _read_blocks(path, data, start + length, dtype)
 
@@ -95,10 +99,11 @@ def read_records(path: Path) -> tuple[int, np.ndarray]:
 def _read_blocks(path: Path, data: bytes, position: int, dtype: np.dtype) -> np.ndarray:
     blocks = [np.empty(0, dtype)]
     while position + _BLOCK.size <= len(data):
-        magic, rows, checksum = _BLOCK.unpack_from(data, position)
+        magic, rows, start, checksum = _BLOCK.unpack_from(data, position)
+        sound = magic == b"BLOK" and zlib.crc32(data[position:][: _BLOCK_START.size]) == start
         payload = data[position + _BLOCK.size :][: rows * dtype.itemsize]
         end = position + _BLOCK.size + rows * dtype.itemsize
-        if magic != b"BLOK" or (end <= len(data) and zlib.crc32(payload) != checksum):
+        if not sound or (end <= len(data) and zlib.crc32(payload) != checksum):
             raise RunFolderError(f"{path}: damaged block at byte {position}; earlier draws are whole.")
         if end > len(data):
             break  # cut off while it was being written

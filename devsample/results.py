@@ -136,6 +136,7 @@ class LLCResult(Mapping[str, Any]):
         init_loss_se: float | None,
         online: bool,
         at_center: Mapping[str, float],
+        reports: Mapping[str, Any] = MappingProxyType({}),
     ) -> LLCResult:
         """Estimate from the draws of a run.
 
@@ -149,18 +150,12 @@ class LLCResult(Mapping[str, Any]):
             online: whether the mapping has devinterp's running estimates.
             at_center: ``"gradient_noise"`` and ``"hessian_trace"`` at w*, as in ChainInfo; either
                 may be missing.
+            reports: what callbacks reported; further keys of the mapping.
 
         Raises:
             AllChainsFailedError: no chain can be used; carries the draws.
         """
-        rows = {chain: rows for chain, rows in draws.groupby("chain")}
-        traces = {
-            name: [
-                rows[info.chain][name].to_numpy(np.float64) if info.chain in rows else np.empty(0)
-                for info in chains
-            ]
-            for name in ("llc", "loss", "baseline")
-        }
+        traces = _traces(draws, chains)
         lost = _lost_chains(chains, traces)
         used = [i for i, info in enumerate(chains) if info.chain not in lost]
         if not used:
@@ -170,7 +165,7 @@ class LLCResult(Mapping[str, Any]):
         bias = _bias(estimate.mean, [chains[i] for i in used], settings, at_center)
         evidence = Evidence(llc, loss, baseline, estimate, tuple(lost.values()), bias, settings)
         each = {chains[i].chain: describe(llc[[row]]) for row, i in enumerate(used)}
-        values = _values(chains, traces, each, int(settings.get("num_draws", 0)))
+        values = dict(reports) | _values(chains, traces, each, int(settings.get("num_draws", 0)))
         values |= {"llc/mean": estimate.mean, "init_loss": float(init_loss)}
         if online:
             values |= _running(values["llc/trace"], used, llc.shape[1])
@@ -286,6 +281,18 @@ class LLCResult(Mapping[str, Any]):
 
 
 # --- from the draws ------------------------------------------------------------------------------
+
+
+def _traces(draws: pd.DataFrame, chains: Sequence[ChainInfo]) -> dict[str, list[Draws]]:
+    """What each chain recorded, shape (num_draws_i,), by quantity and in the order of ``chains``."""
+    rows = {chain: rows for chain, rows in draws.groupby("chain")}
+    return {
+        name: [
+            rows[info.chain][name].to_numpy(np.float64) if info.chain in rows else np.empty(0)
+            for info in chains
+        ]
+        for name in ("llc", "loss", "baseline")
+    }
 
 
 def _lost_chains(chains: Sequence[ChainInfo], traces: Mapping[str, Sequence[Draws]]) -> dict[int, LostChain]:
@@ -410,14 +417,16 @@ def _chains_table(
                 "seconds": info.seconds,
                 "attempt": info.attempt,
                 "device": info.device,
-                "seed": info.seed,
+                "seed": None,
                 "gradient_noise": math.nan if info.gradient_noise is None else info.gradient_noise,
                 "hessian_trace": math.nan if info.hessian_trace is None else info.hessian_trace,
                 "message": info.message or (missing.why if missing else ""),
             }
         )
-    # Seeds may have more than 64 bits, and None must not turn the others into floats.
-    return pd.DataFrame(rows).astype({"seed": object})
+    table = pd.DataFrame(rows)
+    # Seeds may have more than 64 bits, and a None must not turn the others into floats.
+    table["seed"] = pd.Series([info.seed for info in chains], dtype=object)
+    return table
 
 
 def _plain(value: Any) -> Any:

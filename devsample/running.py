@@ -24,7 +24,13 @@ from devsample.chain import RECORD
 from devsample.checkpoints import write_json
 from devsample.data.batches import to_device
 from devsample.data.worker import seed_global_generators
-from devsample.errors import AllChainsFailedError, ChainProcessError, DevsampleError, ModelError
+from devsample.errors import (
+    AllChainsFailedError,
+    ChainProcessError,
+    DevsampleError,
+    ModelError,
+    RunFolderError,
+)
 from devsample.executors.inline import InlineExecutor
 from devsample.executors.processes import ProcessExecutor
 from devsample.executors.progress import Progress
@@ -184,7 +190,10 @@ def _frame(chain: int, rows: np.ndarray) -> pd.DataFrame:
 def _run_folder(plan: Plan) -> Iterator[Path]:
     """The run folder; a temporary one is removed whatever happens."""
     if plan.run_dir is not None:
-        plan.run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            plan.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(f"run_dir: {plan.run_dir} cannot be made: {error}.") from error
         yield plan.run_dir
         return
     folder = Path(tempfile.mkdtemp(prefix="devsample-"))

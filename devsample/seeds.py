@@ -84,8 +84,10 @@ def check_seed(seed: object, num_chains: int) -> int | tuple[int, ...] | None:
     """The seed argument as plain integers, or an error that says what is wrong with it."""
     if seed is None:
         return None
-    if isinstance(seed, (list, tuple, np.ndarray, torch.Tensor)):
-        seeds = tuple(_check_one_seed(one) for one in np.asarray(seed).tolist())
+    if isinstance(seed, (np.ndarray, torch.Tensor)):
+        seed = seed.tolist()
+    if isinstance(seed, (list, tuple)):
+        seeds = tuple(_check_one_seed(one) for one in seed)
         if len(seeds) != num_chains:
             raise InvalidArgumentError(
                 f"seed: {len(seeds)} seeds for num_chains={num_chains}; give one a chain, or one for all."

@@ -266,7 +266,9 @@ def _children(obj: Any, path: str) -> Iterator[tuple[Any, str]]:
     """Parts of ``obj`` that are pickled with it, each with its path."""
     if isinstance(obj, torch.Tensor):
         return
-    if isinstance(obj, dict):
+    if isinstance(obj, torch.nn.Module):
+        yield from _module_parts(obj, path)
+    elif isinstance(obj, dict):
         yield from ((value, f"{path}[{key!r}]") for key, value in obj.items())
     elif isinstance(obj, (list, tuple, set, frozenset)) and type(obj).__reduce__ is object.__reduce__:
         yield from ((value, f"{path}[{index}]") for index, value in enumerate(obj))
@@ -286,6 +288,14 @@ def _children(obj: Any, path: str) -> Iterator[tuple[Any, str]]:
         yield from ((value, f"{path}.{key}") for key, value in vars(obj).items() if not key.startswith("__"))
     else:
         yield from _state_parts(obj, path)
+
+
+def _module_parts(module: torch.nn.Module, path: str) -> Iterator[tuple[Any, str]]:
+    """Parameters, buffers and submodules by the names that users know, then everything else."""
+    inner = ("_parameters", "_buffers", "_modules")
+    for name in inner:
+        yield from ((value, f"{path}.{key}") for key, value in module.__dict__.get(name, {}).items())
+    yield from ((value, f"{path}.{key}") for key, value in module.__dict__.items() if key not in inner)
 
 
 def _function_parts(function: types.FunctionType, path: str) -> Iterator[tuple[Any, str]]:

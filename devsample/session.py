@@ -10,7 +10,7 @@ import dataclasses
 import pickle
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,19 +63,20 @@ class Session:
             self._reader = PayloadReader(job.run_dir, job.payload_sha256)
             ambient.apply(self._reader.load("ambient"))
             model, self._parts = self._reader.load("model"), self._reader.parts()
-        self._model = load_model(model, job.run_dir, self._device)
         self._keys = self._parts.run.keys()
-        self._loader = ChainLoader(
-            self._parts.loader_spec,
-            self._keys,
-            grad_accum_steps=self._parts.run.grad_accum_steps,
-            device=self._device,
-        )
+        with _plain_mode(self._device):
+            self._model = load_model(model, job.run_dir, self._device)
+            self._loader = ChainLoader(
+                self._parts.loader_spec,
+                self._keys,
+                grad_accum_steps=self._parts.run.grad_accum_steps,
+                device=self._device,
+            )
 
     def run(self, task: Task, emit: Emit) -> Outcome:
         """Do one task. Never raises, except for an interrupt from the keyboard."""
         try:
-            with preserved_process_state():
+            with preserved_process_state(), _plain_mode(self._device):
                 torch.set_num_threads(self._job.threads)
                 if task.kind == "prepare":
                     return self._prepare(task)
@@ -294,6 +295,14 @@ def run_chain(
         return session.run(task, emit)
     finally:
         session.close()
+
+
+@contextlib.contextmanager
+def _plain_mode(device: torch.device) -> Iterator[None]:
+    """The modes of a new process, whatever the caller has switched on around the call."""
+    off = torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), off:
+        yield
 
 
 def failed(task: Task, error: Exception) -> Outcome:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from devsample.errors import InvalidArgumentError
@@ -113,17 +114,27 @@ class Prepared:
         return cls(**{**values, "moving": tuple(values["moving"])})
 
 
+def _plain(value: Any) -> Any:
+    """Python's own number for a numpy or torch scalar."""
+    is_scalar = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return value.item() if is_scalar else value
+
+
 def sampler_spec(kind: object, optimizer_kwargs: Mapping[str, Any] | None) -> SamplerSpec:
     """Check a sampler class and its keyword arguments as far as the data need not be known."""
     if not (isinstance(kind, type) and issubclass(kind, Sampler)):
         raise InvalidArgumentError(
             f"sampling_method: expected a sampler class such as devsample.SGLD, got {kind!r}."
         )
-    options = dict(optimizer_kwargs or {})
+    if not isinstance(optimizer_kwargs, Mapping | None):
+        raise InvalidArgumentError(
+            f"optimizer_kwargs: expected keyword arguments as a mapping, got {optimizer_kwargs!r}."
+        )
+    options = {name: _plain(value) for name, value in (optimizer_kwargs or {}).items()}
     lr, nbeta = options.pop("lr", None), options.pop("nbeta", None)
     if isinstance(nbeta, str) and nbeta not in ("batch", "n/ln n"):
         raise InvalidArgumentError(f'optimizer_kwargs: nbeta={nbeta!r} is neither "batch" nor "n/ln n".')
-    number = isinstance(nbeta, (int, float)) and not isinstance(nbeta, bool)
+    number = not (nbeta is None or isinstance(nbeta, str) or callable(nbeta))
     trial = DECIDED_LATER | ({"lr": lr} if lr is not None else {}) | ({"nbeta": nbeta} if number else {})
     try:
         kind.kernel(**(trial | options))

@@ -7,6 +7,7 @@ import inspect
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -118,10 +119,9 @@ class LoaderSpec:
     worker_dataset: Literal["auto", "pickle", "rebuild"] = "auto"
 
     def __post_init__(self) -> None:
-        self._set(dataset_args=tuple(self.dataset_args), generator=None)
-        self._set(dataset_kwargs=dict(self.dataset_kwargs or {}))
-        self._check_dataset()
+        self._check_factory_arguments()
         self._check_numbers()
+        self._check_dataset()
         self._check_order()
         self._check_workers()
 
@@ -239,6 +239,19 @@ class LoaderSpec:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def _check_factory_arguments(self) -> None:
+        if isinstance(self.dataset_args, (str, bytes)) or not isinstance(self.dataset_args, Sequence):
+            raise InvalidArgumentError(
+                f"dataset_args: expected a list of arguments, got {self.dataset_args!r}."
+            )
+        if not isinstance(self.dataset_kwargs, Mapping | None):
+            raise InvalidArgumentError(f"dataset_kwargs: expected a mapping, got {self.dataset_kwargs!r}.")
+        self._set(
+            dataset_args=tuple(self.dataset_args),
+            dataset_kwargs=dict(self.dataset_kwargs or {}),
+            generator=None,
+        )
+
     def _check_dataset(self) -> None:
         if isinstance(self.dataset, DataLoader):
             raise InvalidArgumentError(
@@ -298,8 +311,9 @@ class LoaderSpec:
             optional = name != "num_workers"
             if value is None and optional:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < lowest:
                 raise InvalidArgumentError(f"{name}: expected an integer ≥ {lowest}, got {value!r}.")
+            self._set(**{name: int(value)})
         if not isinstance(self.timeout, (int, float)) or self.timeout < 0:
             raise InvalidArgumentError(f"timeout: expected seconds ≥ 0, got {self.timeout!r}.")
         for name in ("collate_fn", "worker_init_fn"):
@@ -311,6 +325,8 @@ class LoaderSpec:
     def _check_order(self) -> None:
         if self.sampling not in (None, *_SAMPLINGS):
             raise InvalidArgumentError(f"sampling: expected one of {_SAMPLINGS}, got {self.sampling!r}.")
+        if self.shuffle not in (None, True, False):
+            raise InvalidArgumentError(f"shuffle: expected True or None, got {self.shuffle!r}.")
         if self.shuffle is False:
             raise InvalidArgumentError(
                 'shuffle: False is ambiguous here. For data order say sampling="sequential"; leave it '
@@ -354,6 +370,10 @@ class LoaderSpec:
     def _check_workers(self) -> None:
         context = self.multiprocessing_context
         if context is not None and not isinstance(context, str):
+            if not hasattr(context, "get_start_method"):
+                raise InvalidArgumentError(
+                    f"multiprocessing_context: expected a start method or a context, got {context!r}."
+                )
             context = getattr(context, "_name", None) or context.get_start_method()
             self._set(multiprocessing_context=context)
         if context is not None and context not in multiprocessing.get_all_start_methods():

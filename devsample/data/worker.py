@@ -96,7 +96,7 @@ class BatchDataset(Dataset[Any]):
             seed_global_generators(request.seed)
         try:
             if self._rows is not None:
-                index = torch.tensor(request.indices)
+                index = torch.tensor(request.indices, device="cpu")
                 return [rows[index] for rows in self._rows]
             return self.collate.value(self._items(request.indices))
         except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -30,11 +31,16 @@ def slot_devices(
         home: where the model is.
         num_chains: more slots than chains are of no use.
     """
+    for name, value in (("devices", devices), ("gpu_idxs", gpu_idxs), ("cores", cores)):
+        if isinstance(value, str) or (name != "cores" and not isinstance(value, Sequence | None)):
+            raise InvalidArgumentError(f"{name}: expected a list, got {value!r}.")
     if isinstance(cores, (list, tuple)):
+        if not cores:
+            raise InvalidArgumentError("cores: the list of devices is empty.")
         if devices is not None or gpu_idxs is not None:
             raise InvalidArgumentError("cores: a list of devices is given; drop devices and gpu_idxs.")
         devices, cores = list(cores), len(cores)
-    if isinstance(cores, bool) or not isinstance(cores, int) or cores < 1:
+    if isinstance(cores, bool) or not isinstance(cores, Integral) or cores < 1:
         raise InvalidArgumentError(f"cores: expected an integer ≥ 1 or a list of devices, got {cores!r}.")
     given = [name for name, value in (("devices", devices), ("gpu_idxs", gpu_idxs)) if value is not None]
     if device is not None and devices is not None:
@@ -42,7 +48,7 @@ def slot_devices(
     if len(given) > 1:
         raise InvalidArgumentError(f"{' and '.join(given)}: give one of them.")
     chosen = [_checked(one) for one in _candidates(device, gpu_idxs, devices, home)]
-    slots = max(cores, len(chosen)) if devices is not None else cores
+    slots = max(int(cores), len(chosen)) if devices is not None else int(cores)
     return [chosen[slot % len(chosen)] for slot in range(min(slots, num_chains))]
 
 
@@ -78,7 +84,7 @@ def _candidates(
         if not gpu_idxs:
             raise InvalidArgumentError("gpu_idxs: the list is empty.")
         return [f"cuda:{int(index)}" for index in gpu_idxs]
-    chosen = torch.device(device) if isinstance(device, (str, torch.device, int)) else home
+    chosen = home if device is None else torch.device(_checked(device))
     if chosen.type == "cuda" and chosen.index is None:
         return [f"cuda:{index}" for index in range(max(1, torch.cuda.device_count()))]
     return [str(chosen)]

@@ -1,0 +1,1 @@
+"""Names of other libraries, for scripts written for them."""
