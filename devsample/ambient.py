@@ -25,9 +25,8 @@ def apply(settings: dict[str, Any]) -> None:
     """Repeat captured settings in this process."""
     torch.set_default_dtype(getattr(torch, settings["default_dtype"]))
     torch.set_float32_matmul_precision(settings["matmul_precision"])
-    torch.use_deterministic_algorithms(
-        settings["deterministic"], warn_only=settings["deterministic_warn_only"]
-    )
+    if settings["deterministic"]:  # the call imports much, so it is not made in vain
+        torch.use_deterministic_algorithms(True, warn_only=settings["deterministic_warn_only"])
     torch.backends.mkldnn.enabled = settings["mkldnn"]
     torch.backends.cudnn.benchmark = settings["cudnn_benchmark"]
     torch.backends.cudnn.deterministic = settings["cudnn_deterministic"]

@@ -41,6 +41,7 @@ Severity: TypeAlias = Literal["caution", "reject"]
 Verdict: TypeAlias = Literal["trust", "caution", "reject"]
 
 LOST_REJECT = 0.25  # share of chains lost above which what is left is a selection
+DIMENSION_CAUTION, DIMENSION_REJECT = 1.05, 1.5  # estimate relative to half the moving entries
 NEGATIVE_Z = 2.0  # standard errors below zero: no healthy run comes near it
 DRIFT_Z = 3.0  # a healthy run exceeds it by chance about once in 300
 DRIFT_REJECT = 0.25  # drift between the halves relative to the estimate
@@ -410,6 +411,21 @@ def check_negative(evidence: Evidence) -> Finding | None:
     return Finding("negative", "reject", text)
 
 
+def check_dimension(evidence: Evidence) -> Finding | None:
+    """More than half the number of moving entries, which is the most that a minimum gives."""
+    limit = int(evidence.settings.get("num_moving_parameters", 0)) / 2
+    mean, se = evidence.estimate.mean, evidence.estimate.se
+    low = mean - 2 * se if not math.isnan(se) else mean
+    if not limit or low <= DIMENSION_CAUTION * limit:
+        return None
+    text = (
+        f"The estimate {format_number(mean)} is above {format_number(limit)}, half the number of "
+        "moving parameters, which no minimum gives: the chains have left the neighbourhood of w*, or "
+        "the step is too large; raise localization, or lower lr."
+    )
+    return Finding("dimension", "reject" if low > DIMENSION_REJECT * limit else "caution", text)
+
+
 def check_drift(evidence: Evidence) -> Finding | None:
     """Halves of the draws that differ: the chains had not settled."""
     difference, z = drift(evidence.llc)
@@ -503,6 +519,7 @@ CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     check_negative,
     check_drift,
     check_bias,
+    check_dimension,
     check_rhat,
     check_draws,
 )

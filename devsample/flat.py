@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -134,13 +133,21 @@ def _check_shared_memory(model: torch.nn.Module, chosen: Masks) -> None:
                 (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
             )
             spans.append((str(tensor.device), start, start + (last + 1) * tensor.element_size(), name))
-    spans.sort()
-    for (device, _, stop, one), (other_device, start, _, other) in itertools.pairwise(spans):
-        if device == other_device and start < stop and (one in chosen or other in chosen):
+    for one, other in _overlaps(sorted(spans)):
+        if one in chosen or other in chosen:
             raise ModelError(
                 f"model: {one} and {other} are two tensors that share memory; the tie would be lost once "
                 "they move. Assign the same torch.nn.Parameter object in both places."
             )
+
+
+def _overlaps(spans: Sequence[tuple[str, int, int, str]]) -> Iterator[tuple[str, str]]:
+    """Names of spans (device, start, stop, name), sorted, that share bytes."""
+    active: list[tuple[str, int, str]] = []
+    for device, start, stop, name in spans:
+        active = [span for span in active if span[0] == device and span[1] > start]
+        yield from ((span[2], name) for span in active)
+        active.append((device, stop, name))
 
 
 def _match(
@@ -162,6 +169,7 @@ def _match(
                     )
                 continue
             checked = _check_mask(mask, parameters[key], f"{name}[{pattern!r}]")
+            chosen.pop(key, None)  # what comes later counts
             if checked is not None:
                 chosen[key] = checked
     ordered = {key: chosen[key] for key in parameters if key in chosen}
@@ -173,8 +181,10 @@ def _match(
 def _check_mask(mask: object, parameter: torch.nn.Parameter, where: str) -> torch.Tensor | bool | None:
     if isinstance(mask, bool):
         return True if mask else None
-    if not isinstance(mask, torch.Tensor):
+    try:
         mask = torch.as_tensor(mask)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidArgumentError(f"{where}: expected True or a boolean tensor, got {mask!r}.") from None
     if mask.dtype != torch.bool:
         binary = bool(((mask == 0) | (mask == 1)).all())
         if not binary:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sized
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -95,9 +96,11 @@ def nbeta_for(data: int | Sized | Any, rule: NbetaRule = None, *, batch_size: in
 
 
 def _count(data: Any) -> int:
+    if isinstance(data, Integral) and not isinstance(data, bool):
+        return int(data)
+    if hasattr(data, "sample_count"):  # a LoaderSpec
+        return int(data.sample_count(data.make_dataset()))
     data = getattr(data, "dataset", data)
-    if isinstance(data, int):
-        return data
     try:
         return len(data)
     except TypeError as error:

@@ -152,7 +152,7 @@ class _Run:
         for chain in outcome.chains:
             self.outcomes[chain.chain] = chain
             if self._progress is not None:
-                self._progress.finish(chain.chain, chain.steps)
+                self._progress.advance(chain.chain, chain.steps)
                 if chain.status != "done":
                     self._progress.say(f"chain {chain.chain} {chain.status}: {chain.message}")
         if outcome.callbacks is not None:

@@ -310,6 +310,8 @@ def _function_parts(function: types.FunctionType, path: str) -> Iterator[tuple[A
             yield function.__globals__[name], f"{path}.<global {name}>"
     for index, value in enumerate(function.__defaults__ or ()):
         yield value, f"{path}.<default {index}>"
+    for name, value in (function.__kwdefaults__ or {}).items():
+        yield value, f"{path}.<default {name}>"
 
 
 def _global_names(code: types.CodeType) -> set[str]:

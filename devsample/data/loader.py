@@ -267,7 +267,10 @@ class _Plan:
 
     def __iter__(self) -> Iterator[BatchRequest]:
         self._under_way = []
-        for request in self.restart() if self.restart is not None else self.requests:
+        if self.restart is not None:  # somebody iterates the DataLoader itself
+            yield from self.restart()
+            return
+        for request in self.requests:
             self._under_way.append(request)
             yield request
 

@@ -6,6 +6,7 @@ import abc
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -117,9 +118,10 @@ class Sampler(torch.optim.Optimizer):
         )
 
 
-def check_range(name: str, value: object, *, above: float = -math.inf, least: float = -math.inf) -> None:
-    """An error unless ``value`` is a finite number > ``above`` and ≥ ``least``."""
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or not value > above or not value >= least:  # type: ignore[operator]
+def check_range(name: str, value: Any, *, above: float = -math.inf, least: float = -math.inf) -> float:
+    """``value`` as a float; an error unless it is a finite number > ``above`` and ≥ ``least``."""
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not (math.isfinite(number) and number > above and number >= least):
         bound = f"> {above:g}" if above > -math.inf else f"≥ {least:g}"
         raise InvalidArgumentError(f"{name}: expected a number {bound}, got {value!r}.")
+    return number

@@ -26,12 +26,11 @@ class SGLDKernel(Kernel):
     integrator: Literal["averaged", "euler"] = "averaged"
 
     def __post_init__(self) -> None:
-        check_range("lr", self.lr, above=0)
-        check_range("nbeta", self.nbeta, above=0)
+        for name in ("lr", "nbeta", "bounding_box_size"):
+            if name != "bounding_box_size" or self.bounding_box_size is not None:
+                object.__setattr__(self, name, check_range(name, getattr(self, name), above=0))
         for name in ("localization", "weight_decay", "noise_level"):
-            check_range(name, getattr(self, name), least=0)
-        if self.bounding_box_size is not None:
-            check_range("bounding_box_size", self.bounding_box_size, above=0)
+            object.__setattr__(self, name, check_range(name, getattr(self, name), least=0))
         if self.bounding_box not in ("reflect", "clamp"):
             raise InvalidArgumentError(
                 f'bounding_box: expected "reflect" or "clamp", got {self.bounding_box!r}.'
