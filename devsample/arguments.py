@@ -15,7 +15,12 @@ from torch.utils.data import DataLoader
 
 from devsample.callbacks import check_callbacks
 from devsample.data.spec import LoaderSpec
-from devsample.errors import FeatureNotAvailableError, InvalidArgumentError, RunFolderError
+from devsample.errors import (
+    FeatureNotAvailableError,
+    InvalidArgumentError,
+    ModelError,
+    RunFolderError,
+)
 from devsample.executors.devices import slot_devices
 from devsample.flat import resolve_masks
 from devsample.losses import resolve_evaluate
@@ -159,6 +164,9 @@ def make_plan(given: Arguments) -> Plan:
 def _check_model(model: object) -> torch.nn.Module:
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ModelError(f"model.{name} is on the meta device and has no values; load its weights first.")
     return model
 
 

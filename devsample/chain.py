@@ -101,7 +101,7 @@ class Group:
         on_draw: OnDraw | None,
         emit: Emit,
     ) -> None:
-        self.rows, self._objective, self._loader = rows, objective, loader
+        self.rows, self.objective, self._loader = rows, objective, loader
         self.kernel, self._run, self._prepared = kernel, run, prepared
         self._on_draw, self._emit = on_draw, emit
         self.schedule = Schedule(prepared.num_burnin_steps, run.num_steps_bw_draws, run.num_draws)
@@ -122,16 +122,17 @@ class Group:
     def run(self, served: Iterator[tuple[BatchRequest, Any]]) -> None:
         """Make all steps. ``served`` gives the batches of `requests`, in its order."""
         noise = self._noise.averaged if self.kernel.noise_kind == "averaged" else self._noise.plain
-        flat, several = self._objective.flat, len(self.rows) > 1
+        flat, several = self.objective.flat, len(self.rows) > 1
         point_to, copied = flat.point_to, any(not one.direct for one in flat.segments)
-        point_to(self.position[0], self._gradient[0])
+        rows, gradients = list(self.position), list(self._gradient)
+        point_to(rows[0])
         for step in range(self.schedule.total):
             draw = self.schedule.draw(step)
             for number, row in enumerate(self.rows):
                 if several or copied:
-                    point_to(self.position[number], self._gradient[number])
+                    point_to(rows[number])
                 batches = _take(served, row.chain, step, Role.ORDER)
-                loss = self._objective.loss_and_gradient(self._gradient[number], batches, row.key, step)
+                loss = self.objective.loss_and_gradient(gradients[number], batches, row.key, step)
                 if draw is not None:
                     self._record(number, step, draw, loss, batches, served)
             self.kernel.step(self.position, self._gradient, self.center, noise(step), self._buffers)
@@ -200,13 +201,13 @@ class Group:
         row = self.rows[number]
         if self._separate:  # the gradient's own batch is not one that w_t has not seen
             batches = _take(served, row.chain, step, Role.LOSS_ORDER)
-            loss = self._objective.loss(batches, row.key, step)
+            loss = self.objective.loss(batches, row.key, step)
         target = self._losses[self._pending, :, number]
         target[0] = loss
         if self._run.baseline == "paired":
-            self._objective.flat.point_to(self.center)
-            target[1] = self._objective.loss(batches, row.key, step)
-            self._objective.flat.point_to(self.position[number], self._gradient[number])
+            self.objective.flat.point_to(self.center)
+            target[1] = self.objective.loss(batches, row.key, step)
+            self.objective.flat.point_to(self.position[number])
         else:
             target[1] = self._prepared.init_loss
         if self._on_draw is not None:
@@ -225,7 +226,7 @@ class Group:
             llc=self._prepared.nbeta * (loss - baseline),
             init_loss=self._prepared.init_loss,
             nbeta=self._prepared.nbeta,
-            model=self._objective.model,
+            model=self.objective.model,
             optimizer=self.kernel,
             batch=data[0] if len(data) == 1 else data,
             device=self.center.device,

@@ -139,10 +139,10 @@ def _report(model: torch.nn.Module, seconds: float) -> None:
 def _estimate(model: torch.nn.Module, options: DemoOptions) -> LLCResult:
     from devsample import LoaderSpec, estimate_learning_coeff_with_summary
 
-    where = f"in {options.cores} processes" if options.cores > 1 else "in this process"
+    where = f"{options.cores} processes" if options.cores > 1 else "this process"
     print(
-        f"Sampling {options.chains} chains of {options.draws} draws {where}, each process with "
-        f"{options.workers} loader workers (starting them takes some seconds).",
+        f"Sampling: {options.chains} chains of {options.draws} draws in {where}, "
+        f"{options.workers} loader workers each.",
         flush=True,
     )
     return estimate_learning_coeff_with_summary(

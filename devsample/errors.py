@@ -78,7 +78,13 @@ class LoaderError(DevsampleError):
 
 
 class LoaderWorkerError(LoaderError):
-    """A loader worker process raised, died, or could not send its batch."""
+    """A loader worker process raised, died, or could not send its batch.
+
+    Attributes:
+        lost: whether the process is gone, so that a new one may succeed.
+    """
+
+    lost: bool = False
 
 
 class RunFolderError(DevsampleError):

@@ -51,6 +51,9 @@ class FlatParameters:
             stop = self.size + count
             self.segments.append(_Segment(name, parameter, self.size, stop, entries, direct))
             self.size = stop
+        self.parameters = [one.parameter for one in self.segments]
+        self._plain = all(one.direct for one in self.segments)
+        self._pieces: tuple[int, list[torch.Tensor]] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -62,24 +65,33 @@ class FlatParameters:
         parts = [_pick(one.parameter.detach(), one.entries).to(self.dtype) for one in self.segments]
         return torch.cat(parts)
 
-    def point_to(self, values: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
-        """Make the model compute at ``values`` and leave its gradient in ``gradient``, both (P,)."""
+    def point_to(self, values: torch.Tensor) -> None:
+        """Make the model compute at ``values``, shape (P,)."""
         for one in self.segments:
-            shape = one.parameter.shape
             if one.direct:
-                one.parameter.data = values[one.start : one.stop].view(shape)
-                one.parameter.grad = None if gradient is None else gradient[one.start : one.stop].view(shape)
+                one.parameter.data = values[one.start : one.stop].view(one.parameter.shape)
             else:
                 _put(one.parameter.data, one.entries, values[one.start : one.stop])
-                one.parameter.grad = None
 
-    def collect(self, gradient: torch.Tensor) -> None:
-        """Complete ``gradient`` with what the backward pass left in copied parameters."""
-        for one in self.segments:
-            if not one.direct and one.parameter.grad is not None:
-                part = _pick(one.parameter.grad.detach(), one.entries)
-                gradient[one.start : one.stop].add_(part.to(self.dtype))
-                one.parameter.grad = None
+    def gather(self, parts: Sequence[torch.Tensor | None], gradient: torch.Tensor, *, add: bool) -> None:
+        """Write the parameters' gradients into ``gradient`` (P,), or add them to it."""
+        whole = [part for part in parts if part is not None]
+        if not add and self._plain and len(whole) == len(parts):
+            torch._foreach_copy_(self._views(gradient), whole)
+            return
+        if not add:
+            gradient.zero_()
+        for one, part in zip(self.segments, parts, strict=True):
+            if part is not None:
+                dense = part.to_dense() if part.is_sparse else part
+                gradient[one.start : one.stop].add_(_pick(dense, one.entries).to(self.dtype))
+
+    def _views(self, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """Pieces of ``gradient`` in the parameters' shapes; the last answer is kept."""
+        if self._pieces is None or self._pieces[0] != gradient.data_ptr():
+            views = [gradient[one.start : one.stop].view(one.parameter.shape) for one in self.segments]
+            self._pieces = (gradient.data_ptr(), views)
+        return self._pieces[1]
 
     def names(self) -> list[str]:
         """Names of the moving parameters, in the order of the vector."""
@@ -127,11 +139,10 @@ def _check_shared_memory(model: torch.nn.Module, chosen: Masks) -> None:
     """
     spans = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.numel() and not tensor.is_meta and not isinstance(tensor, UninitializedTensorMixin):
-            start = tensor.data_ptr()
-            last = sum(
-                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            )
+        lazy = isinstance(tensor, UninitializedTensorMixin)
+        if not lazy and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            start, steps = tensor.data_ptr(), zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in steps)
             spans.append((str(tensor.device), start, start + (last + 1) * tensor.element_size(), name))
     for one, other in _overlaps(sorted(spans)):
         if one in chosen or other in chosen:

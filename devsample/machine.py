@@ -149,6 +149,23 @@ def worker_server(method: str) -> Iterator[None]:
         yield
     finally:
         forkserver.set_forkserver_preload(before)
-        if hasattr(server, "_stop"):
-            with contextlib.suppress(FileNotFoundError):  # its socket went with the interpreter
-                server._stop()
+        _end_server(server)
+
+
+def _end_server(server: Any) -> None:
+    """End a fork server that this process started.
+
+    It would also leave once the pipe to it closes, but any process forked meanwhile holds that
+    pipe open, so it is ended by its number.
+    """
+    pid = getattr(server, "_forkserver_pid", None)
+    if pid is None:
+        return
+    with contextlib.suppress(OSError):
+        os.close(server._forkserver_alive_fd)
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        os.unlink(server._forkserver_address)
+    server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ class Objective:
         self.model, self.flat, self.seeded = model, flat, seeded
         self._evaluate = evaluate
         self._autocast_dtype = autocast_dtype
+        self.touched: set[int] = set()  # positions of parameters that ever got a gradient
         model.train(train_mode)
         self.buffers = {name: value.detach().clone() for name, value in model.named_buffers()}
 
@@ -55,19 +56,9 @@ class Objective:
             value.detach().copy_(self.buffers[name])
 
     def loss_and_gradient(
-        self,
-        gradient: torch.Tensor,
-        batches: Sequence[Batch],
-        key: ChainKey,
-        step: int,
-        on_backward: Callable[[], None] | None = None,
+        self, gradient: torch.Tensor, batches: Sequence[Batch], key: ChainKey, step: int
     ) -> torch.Tensor:
-        """Loss at the current point, detached; its gradient is written into ``gradient`` (P,).
-
-        The flat parameters must point their gradient there. ``on_backward`` is called once the
-        parameters hold their gradients.
-        """
-        gradient.zero_()
+        """Loss at the current point, detached; its gradient is written into ``gradient`` (P,)."""
         total = sum(count for count, _ in batches)
         value: torch.Tensor | None = None
         for micro, (count, data) in enumerate(batches):
@@ -78,12 +69,13 @@ class Objective:
                     "evaluate returned a loss that does not depend on the moving parameters of the model it "
                     "was given. Use its `model` argument, without torch.no_grad() or .item()."
                 )
-            (loss if share == 1 else loss * share).backward()  # type: ignore[no-untyped-call]
+            scaled = loss if share == 1 else loss * share
+            parts = torch.autograd.grad(scaled, self.flat.parameters, allow_unused=True)
+            if len(self.touched) < len(parts):
+                self.touched.update(n for n, part in enumerate(parts) if part is not None)
+            self.flat.gather(parts, gradient, add=micro > 0)
             part = loss.detach() * share
             value = part if value is None else value + part
-        if on_backward is not None:
-            on_backward()
-        self.flat.collect(gradient)
         assert value is not None
         return value
 

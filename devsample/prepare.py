@@ -111,28 +111,21 @@ def _try_evaluate(
     flat = objective.flat
     center = flat.read()
     scratch = torch.zeros_like(center)
-    touched: set[str] = set()
     objective.seeded, random_evaluate = False, False
     for number, batches in enumerate(steps):
         flat.point_to(center)
         before = global_random_state()
-        loss = objective.loss_and_gradient(
-            scratch, batches, key, number, on_backward=lambda: touched.update(_with_gradient(flat))
-        )
+        loss = objective.loss_and_gradient(scratch, batches, key, number)
         random_evaluate = random_evaluate or global_random_state() != before
         if not math.isfinite(float(loss)):
             raise EvaluateError(
                 f"the loss at w* is {float(loss)} on a batch; a chain that starts there cannot work. "
                 "Check the weights and evaluate(model, batch)."
             )
-    moving = [name for name in flat.names() if name in touched]
+    moving = [name for number, name in enumerate(flat.names()) if number in objective.touched]
     if not moving:
         raise EvaluateError("no moving parameter gets a gradient from evaluate(model, batch).")
     return moving, random_evaluate
-
-
-def _with_gradient(flat: FlatParameters) -> list[str]:
-    return [one.name for one in flat.segments if one.parameter.grad is not None]
 
 
 def _check_loss(objective: Objective, batches: Sequence[Batch], key: ChainKey, train_mode: bool) -> float:
@@ -219,7 +212,7 @@ def _explore(
         lr = _AUTO_LR / (nbeta * largest + localization)
         kernel = SGLDKernel(lr=lr, nbeta=nbeta, localization=localization)
         for step in range(done, done + _PILOT_STEPS):
-            objective.flat.point_to(position, gradient)
+            objective.flat.point_to(position)
             objective.loss_and_gradient(gradient, steps[step % len(steps)], setting.key, step)
             kernel.step(position[None], gradient[None], center, noise.averaged(step), {})
         done += _PILOT_STEPS

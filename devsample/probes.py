@@ -32,7 +32,7 @@ class Probe:
 
     def gradient_noise(self, position: torch.Tensor) -> float:
         r"""Trace of one step's gradient covariance, from independent pairs: E|g − g'|²/2."""
-        self._objective.flat.point_to(position, self._buffer)
+        self._objective.flat.point_to(position)
         values = []
         for first in range(0, len(self._steps) - 1, 2):
             one = self._gradient(first).clone()
@@ -81,7 +81,7 @@ class Probe:
         result = torch.zeros_like(position)
         for sign in (1.0, -1.0):
             shifted = position.add(direction, alpha=sign * size)
-            self._objective.flat.point_to(shifted, self._buffer)
+            self._objective.flat.point_to(shifted)
             for number in steps:
                 result.add_(self._gradient(number), alpha=sign / (2 * size * len(steps)))
         return result

@@ -110,15 +110,15 @@ class Session:
         if self._reader is not None and callbacks:
             callbacks = self._reader.load("callbacks")
         outcomes: list[ChainOutcome] = []
-        lost: Exception | None = None
+        lost = False
         for group in groups:
             done, error = self._run_group(group, callbacks, task.attempt, emit)
             outcomes += done
-            lost = lost or (error if isinstance(error, LoaderWorkerError) else None)
+            lost = lost or (isinstance(error, LoaderWorkerError) and error.lost)
         return Outcome(
             task,
             tuple(outcomes),
-            retryable=lost is not None and "killed by" in str(lost),
+            retryable=lost,
             callbacks=dump_state(callbacks) if self._reader is not None else None,
         )
 
@@ -126,26 +126,25 @@ class Session:
         self, chains: Sequence[int], callbacks: Sequence[Any], attempt: int, emit: Emit
     ) -> tuple[list[ChainOutcome], Exception | None]:
         started = time.monotonic()
-        rows: list[Row] = []
-        group, error = None, None
+        group: Group | None = None
+        error: Exception | None = None
         noise: dict[int, dict[str, float]] = {}
         try:
-            rows = [self._row(chain) for chain in chains]
-            for row in rows:
-                emit(Event("started", row.chain, device=self._name))
-            group, noise = self._sample(rows, callbacks, emit)
+            group = self._group(chains, callbacks, emit)
+            noise = self._draw(group)
         except Exception as caught:
             error = caught
-            if group is not None:
-                with contextlib.suppress(Exception):
-                    group.flush()
-        finally:
-            for row in rows:
+        ended = [failed_chain(chain, error or RuntimeError("not started"), attempt) for chain in chains]
+        if group is not None:
+            with contextlib.suppress(Exception):
+                group.flush()  # what was drawn before an error is kept
+            seconds = time.monotonic() - started
+            ended = [
+                self._outcome(row, group, error, noise.get(row.chain, {}), attempt, seconds)
+                for row in group.rows
+            ]
+            for row in group.rows:
                 row.writer.close()
-        ended = [
-            self._outcome(row, error, noise.get(row.chain, {}), attempt, time.monotonic() - started, group)
-            for row in rows
-        ] or [failed_chain(chain, error or RuntimeError("not started"), attempt) for chain in chains]
         for outcome in ended:
             self._write_outcome(outcome)
         return ended, error
@@ -155,9 +154,7 @@ class Session:
         folder.mkdir(parents=True, exist_ok=True)
         return Row(chain, self._keys[chain], folder, RecordWriter(folder / "draws.bin", chain, RECORD))
 
-    def _sample(
-        self, rows: Sequence[Row], callbacks: Sequence[Any], emit: Emit
-    ) -> tuple[Group, dict[int, dict[str, float]]]:
+    def _group(self, chains: Sequence[int], callbacks: Sequence[Any], emit: Emit) -> Group:
         parts, prepared = self._parts, self._read_prepared()
         flat = FlatParameters(self._model, {name: parts.masks[name] for name in prepared.moving})
         objective = Objective(
@@ -168,47 +165,44 @@ class Session:
             autocast_dtype=parts.run.autocast_dtype,
             seeded=prepared.uses_randomness,
         )
-        center = flat.read()
-        kernel = parts.sampler.kernel(
-            lr=prepared.lr, nbeta=prepared.nbeta, localization=prepared.localization
-        )
-        group = Group(
+        rows = [self._row(chain) for chain in chains]
+        for row in rows:
+            emit(Event("started", row.chain, device=self._name))
+        return Group(
             rows,
             objective,
             self._loader,
-            kernel,
+            parts.sampler.kernel(lr=prepared.lr, nbeta=prepared.nbeta, localization=prepared.localization),
             parts.run,
             prepared,
-            center,
+            flat.read(),
             on_draw=Caller(callbacks) if callbacks else None,
             emit=emit,
         )
-        noise: dict[int, dict[str, float]] = {}
+
+    def _draw(self, group: Group) -> dict[int, dict[str, float]]:
+        """All steps of a group, then what is measured at its last states, by chain."""
         try:
             served = self._loader.serve(group.requests())
             group.run(served)
             group.save()
-            if all(row.alive for row in rows):
-                noise = self._probe(rows, group, objective, served)
-        finally:
-            flat.point_to(center)
-            objective.reset_buffers()
-        return group, noise
+            return self._probe(group, served) if all(row.alive for row in group.rows) else {}
+        finally:  # the next group starts from the same model
+            group.objective.flat.point_to(group.center)
+            group.objective.reset_buffers()
 
-    def _probe(
-        self, rows: Sequence[Row], group: Group, objective: Objective, served: Any
-    ) -> dict[int, dict[str, float]]:
+    def _probe(self, group: Group, served: Any) -> dict[int, dict[str, float]]:
         """Gradient noise and, for Euler steps, tr H at each chain's last state."""
         euler = getattr(group.kernel, "integrator", "euler") == "euler"
         found: dict[int, dict[str, float]] = {}
-        for number, row in enumerate(rows):
+        for number, row in enumerate(group.rows):
             steps: list[list[tuple[int, Any]]] = [[] for _ in range(PROBE_STEPS)]
             for step in steps:
                 request: BatchRequest | None = None
                 while request is None or not request.last:
                     request, data = next(served)
                     step.append((len(request.indices), data))
-            probe = Probe(objective, steps, row.key)
+            probe = Probe(group.objective, steps, row.key)
             found[row.chain] = {"gradient_noise": probe.gradient_noise(group.position[number])}
             if euler:
                 found[row.chain]["hessian_trace"] = probe.hessian_trace(group.position[number])
@@ -222,11 +216,11 @@ class Session:
     def _outcome(
         self,
         row: Row,
+        group: Group,
         error: Exception | None,
         noise: dict[str, float],
         attempt: int,
         seconds: float,
-        group: Group | None,
     ) -> ChainOutcome:
         if error is not None:
             base = failed_chain(row.chain, error, attempt)
@@ -246,7 +240,7 @@ class Session:
         return dataclasses.replace(
             base,
             num_draws=row.draws,
-            steps=group.step if group is not None else 0,
+            steps=group.step,
             seconds=seconds,
             attempt=attempt,
             device=self._name,

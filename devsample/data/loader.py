@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate, default_convert
 
 from devsample.data.batches import to_device
-from devsample.data.orders import Order, make_order, preserved_global_generators
+from devsample.data.orders import Order, batch_length, make_order, sliced
 from devsample.data.spec import REMEDY, LoaderSpec
 from devsample.data.worker import (
     BatchDataset,
@@ -23,6 +24,7 @@ from devsample.data.worker import (
     Rebuilt,
     WorkerStart,
     pass_through,
+    preserved_global_generators,
     seed_global_generators,
     send,
 )
@@ -32,6 +34,7 @@ from devsample.seeds import ChainKey, IndexBlocks, Role, stream_seed
 from devsample.serialize import pack
 
 _SEPARATE_ROLES = (Role.LOSS_ORDER, Role.PROBE_ORDER)
+_BROKEN_CONNECTION = (ConnectionError, FileNotFoundError, EOFError)
 _LOST_WORKER = (RuntimeError, OSError, EOFError)
 
 
@@ -55,11 +58,11 @@ class ChainLoader:
     ) -> None:
         self.spec = spec
         self._keys, self._accumulate, self._device = tuple(keys), grad_accum_steps, device
-        self._micro_size = 1 if spec.batch_size is None else spec.batch_size
+        self._micro_size = batch_length(spec, self._keys[0])
         self._orders: dict[tuple[int, int], Order] = {}
         self._plan = _Plan()
         self._resources = contextlib.ExitStack()
-        self._dataset_seed = stream_seed(self._keys[0], Role.DATASET, 0)
+        self._dataset_seed = stream_seed(ChainKey(0, 0, 0), Role.DATASET, 0)  # the same in every run
         with preserved_global_generators():
             seed_global_generators(self._dataset_seed)
             dataset = spec.make_dataset()
@@ -72,8 +75,7 @@ class ChainLoader:
     def requests(self, chain: int, step: int, role: Role = Role.ORDER) -> list[BatchRequest]:
         """The micro-batches of one step of one chain, for a purpose."""
         order = self._orders.get((chain, role)) or self._new_order(chain, role)
-        indices = order(step)
-        pieces = self._pieces(indices.tolist() if isinstance(indices, np.ndarray) else list(indices))
+        pieces = order(step)
         last = len(pieces) - 1
         return [
             self._request(chain, step, micro, role, piece, last=micro == last)
@@ -118,16 +120,14 @@ class ChainLoader:
                 step += 1
 
         self._plan.restart = steps
+        self._loader.dataset.preserves = True  # type: ignore[attr-defined]
+        weakref.finalize(self._loader, self._resources.close)
         self._loader._devsample = self  # lives as long as the loader
         return self._loader
 
     def close(self) -> None:
         """End the workers."""
-        iterator = getattr(self._loader, "_iterator", None)
-        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
-            iterator._shutdown_workers()
-        self._loader._iterator = None
-        self._live = None
+        self._end_workers()
         self._resources.close()
 
     def __enter__(self) -> ChainLoader:
@@ -142,29 +142,13 @@ class ChainLoader:
         self.close()
 
     def _new_order(self, chain: int, role: Role) -> Order:
-        size = self._micro_size * self._accumulate
-        key = self._keys[chain]
-        order: Order
+        size, key = self._micro_size * self._accumulate, self._keys[chain]
         if role in _SEPARATE_ROLES:
-            order = IndexBlocks(key, role, self.num_samples, size)
+            order = sliced(IndexBlocks(key, role, self.num_samples, size), self._micro_size)
         else:
-            sampler = self.spec.batch_sampler if self.spec.batch_sampler is not None else self.spec.sampler
-            order = make_order(
-                self.spec.order,
-                key,
-                self.num_samples,
-                size,
-                drop_last=self.spec.drop_last,
-                sampler=sampler,
-            )
+            order = make_order(self.spec, key, self.num_samples, self._micro_size, self._accumulate)
         self._orders[chain, role] = order
         return order
-
-    def _pieces(self, indices: list[int]) -> list[list[int]]:
-        if self.spec.batch_sampler is not None:
-            return [indices]
-        size = self._micro_size
-        return [indices[start : start + size] for start in range(0, len(indices), size)]
 
     def _request(
         self, chain: int, step: int, micro: int, role: Role, indices: list[int], *, last: bool
@@ -226,12 +210,26 @@ class ChainLoader:
         except (StopIteration, LoaderError, KeyboardInterrupt):
             raise
         except _LOST_WORKER as error:
-            raise self._name_lost_worker(error) from error
+            named = self._name_lost_worker(error)
+            self._end_workers()
+            raise named from error
         except Exception as error:
             raise LoaderError(f"the loader raised {type(error).__name__}: {error}") from error
 
+    def _end_workers(self) -> None:
+        """End the workers; the next batches start new ones."""
+        live: list[Any] = [self._live, self._loader._iterator]
+        for iterator in {id(one): one for one in live}.values():
+            if hasattr(iterator, "_shutdown_workers"):
+                iterator._shutdown_workers()
+        self._loader._iterator = None
+        self._live = None
+
     def _name_lost_worker(self, error: Exception) -> LoaderError:
         workers = getattr(self._live, "_workers", None) or []
+        if isinstance(error, _BROKEN_CONNECTION):  # it may take a moment to be seen as dead
+            for process in workers:
+                process.join(1.0)
         dead = [
             f"loader worker {number} (pid {process.pid}) was {describe_exit(process.exitcode)}"
             if (process.exitcode or 0) < 0
@@ -241,10 +239,12 @@ class ChainLoader:
         ]
         if not dead:
             return LoaderError(f"the loader raised {type(error).__name__}: {error}")
-        return LoaderWorkerError(
+        named = LoaderWorkerError(
             f"{'; '.join(dead)}. If memory ran out, lower num_workers, prefetch_factor or batch_size. "
             f"({error})"
         )
+        named.lost = True
+        return named
 
     _live: Any = None
 

@@ -2,46 +2,65 @@
 
 from __future__ import annotations
 
+import abc
 import copy
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from devsample.data.worker import seed_global_generators
+from devsample.data.worker import preserved_global_generators, seed_global_generators
 from devsample.errors import LoaderError
 from devsample.seeds import ChainKey, IndexBlocks, Role, philox, stream_seed
 
-Order = Callable[[int], "np.ndarray | list[int]"]
-"""Indices of a step (all of its micro-batches)."""
+if TYPE_CHECKING:
+    from devsample.data.spec import LoaderSpec
+
+Order = Callable[[int], list[list[int]]]
+"""The micro-batches of a step, as indices."""
 
 
 def make_order(
-    sampling: str,
-    key: ChainKey,
-    num_samples: int,
-    size: int,
-    *,
-    drop_last: bool,
-    sampler: Any = None,
+    spec: LoaderSpec, key: ChainKey, num_samples: int, micro_size: int, grad_accum_steps: int
 ) -> Order:
     """The order of the gradient batches of one chain.
 
     Args:
-        sampling: "iid", "epoch", "sequential" or "user".
+        spec: the recipe: its sampling, sampler and drop_last.
         key: the chain's key.
         num_samples: length of the data set.
-        size: indices per step, ``grad_accum_steps × batch_size``.
-        drop_last: leave out the ragged last step of an epoch.
-        sampler: the user's sampler, for "user".
+        micro_size: indices per micro-batch.
+        grad_accum_steps: micro-batches per step.
     """
-    if sampling == "iid":
-        return IndexBlocks(key, Role.ORDER, num_samples, size)
-    if sampling == "user":
-        return _UserOrder(sampler, key, size, drop_last)
-    shuffled = sampling == "epoch"
-    return _EpochOrder(key, num_samples, size, shuffled=shuffled, drop_last=drop_last)
+    if spec.batch_sampler is not None:
+        return _UserBatches(spec.batch_sampler, key, grad_accum_steps)
+    size = micro_size * grad_accum_steps
+    if spec.order == "iid":
+        return sliced(IndexBlocks(key, Role.ORDER, num_samples, size), micro_size)
+    if spec.order == "user":
+        return sliced(_UserOrder(spec.sampler, key, size, spec.drop_last), micro_size)
+    shuffled = spec.order == "epoch"
+    order = _EpochOrder(key, num_samples, size, shuffled=shuffled, drop_last=spec.drop_last)
+    return sliced(order, micro_size)
+
+
+def sliced(order: Callable[[int], Any], micro_size: int) -> Order:
+    """Cut the indices of a step into micro-batches."""
+
+    def pieces(step: int) -> list[list[int]]:
+        indices = order(step)
+        listed = indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
+        return [listed[start : start + micro_size] for start in range(0, len(listed), micro_size)]
+
+    return pieces
+
+
+def batch_length(spec: LoaderSpec, key: ChainKey) -> int:
+    """Samples per micro-batch; of a batch sampler, the length of its first batch."""
+    if spec.batch_sampler is not None:
+        return len(_UserBatches(spec.batch_sampler, key, 1)(0)[0])
+    return 1 if spec.batch_size is None else spec.batch_size
 
 
 class _EpochOrder:
@@ -66,57 +85,65 @@ class _EpochOrder:
         return self._permutation[row * self._size : (row + 1) * self._size]
 
 
-class _UserOrder:
+class _UserSampler(abc.ABC):
     """The user's sampler, epoch by epoch, its random state keyed by (seed, chain, epoch)."""
 
-    def __init__(self, sampler: Iterable[Any], key: ChainKey, size: int, drop_last: bool) -> None:
-        self._sampler: Any = copy.copy(sampler)
-        self._key, self._size, self._drop_last = key, size, drop_last
+    def __init__(self, sampler: Any, key: ChainKey) -> None:
+        self._sampler, self._key = copy.copy(sampler), key  # the user's own stays as it is
+        if hasattr(sampler, "sampler"):
+            self._sampler.sampler = copy.copy(sampler.sampler)
         self._first_step, self._epoch = 0, -1
-        self._steps: list[list[int]] = []
+        self._steps: list[Any] = []
 
-    def __call__(self, step: int) -> list[int]:
+    def __call__(self, step: int) -> Any:
         if step < self._first_step:  # start again: epochs are keyed, so the same ones come
             self._first_step, self._epoch, self._steps = 0, -1, []
         while step >= self._first_step + len(self._steps):
             self._first_step += len(self._steps)
             self._epoch += 1
-            self._steps = self._draw_epoch()
+            self._steps = self._cut(self._draw_epoch())
         return self._steps[step - self._first_step]
 
-    def _draw_epoch(self) -> list[list[int]]:
+    def _draw_epoch(self) -> list[Any]:
         seed = stream_seed(self._key, Role.ORDER, self._epoch)
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(self._epoch)
-        if isinstance(getattr(self._sampler, "generator", self), torch.Generator | None):
-            self._sampler.generator = torch.Generator().manual_seed(seed)
+        for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
+            if sampler is not None and isinstance(
+                getattr(sampler, "generator", self), torch.Generator | None
+            ):
+                sampler.generator = torch.Generator().manual_seed(seed)
         with preserved_global_generators():
             seed_global_generators(seed)
             drawn = list(self._sampler)
-        if drawn and not isinstance(drawn[0], (int, np.integer, torch.Tensor)):
-            return [[int(index) for index in batch] for batch in drawn]
+        if not drawn:
+            raise LoaderError("loader_spec: the sampler gave nothing; a chain needs at least one batch.")
+        return drawn
+
+    @abc.abstractmethod
+    def _cut(self, drawn: list[Any]) -> list[Any]:
+        """Steps of an epoch."""
+
+
+class _UserOrder(_UserSampler):
+    def __init__(self, sampler: Any, key: ChainKey, size: int, drop_last: bool) -> None:
+        super().__init__(sampler, key)
+        self._size, self._drop_last = size, drop_last
+
+    def _cut(self, drawn: list[Any]) -> list[Any]:
         indices = [int(index) for index in drawn]
         steps = [indices[start : start + self._size] for start in range(0, len(indices), self._size)]
         if self._drop_last and len(steps) > 1 and len(steps[-1]) < self._size:
             steps.pop()
-        if not steps:
-            raise LoaderError("loader_spec.sampler gave no index; a chain needs at least one batch.")
         return steps
 
 
-class preserved_global_generators:  # noqa: N801 - reads as a statement
-    """Leave the global generators of torch's CPU, numpy and random as they were."""
+class _UserBatches(_UserSampler):
+    def __init__(self, sampler: Any, key: ChainKey, grad_accum_steps: int) -> None:
+        super().__init__(sampler, key)
+        self._accumulate = grad_accum_steps
 
-    def __enter__(self) -> None:
-        import random
-
-        self._torch = torch.default_generator.get_state()
-        self._numpy = np.random.get_state()  # noqa: NPY002 - the global one is what is kept
-        self._random = random.getstate()
-
-    def __exit__(self, *_: object) -> None:
-        import random
-
-        torch.default_generator.set_state(self._torch)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-        random.setstate(self._random)
+    def _cut(self, drawn: list[Any]) -> list[Any]:
+        batches = [[int(index) for index in batch] for batch in drawn]
+        count = self._accumulate
+        return [batches[start : start + count] for start in range(0, len(batches), count)]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, TensorDataset, _utils, default_collate, get_worker_info
 
-from devsample.errors import LoaderWorkerError
+from devsample.errors import LoaderError, LoaderWorkerError
 from devsample.machine import leave_with_parent
 from devsample.serialize import find_culprit, short_error, type_name
 
@@ -83,6 +83,7 @@ class BatchDataset(Dataset[Any]):
     def __init__(self, dataset: Carried, collate: Carried, *, batched: bool, seeded: bool) -> None:
         self.dataset, self.collate = dataset, collate
         self.batched, self.seeded = batched, seeded
+        self.preserves = False  # whether the process's own generators stay as they are
 
     @property
     def _rows(self) -> tuple[torch.Tensor, ...] | None:
@@ -92,6 +93,12 @@ class BatchDataset(Dataset[Any]):
 
     def __getitem__(self, request: BatchRequest) -> Any:
         """The batch that was asked for."""
+        if self.preserves and self.seeded and get_worker_info() is None:
+            with preserved_global_generators():
+                return self._make(request)
+        return self._make(request)
+
+    def _make(self, request: BatchRequest) -> Any:
         if self.seeded:
             seed_global_generators(request.seed)
         try:
@@ -100,7 +107,8 @@ class BatchDataset(Dataset[Any]):
                 return [rows[index] for rows in self._rows]
             return self.collate.value(self._items(request.indices))
         except Exception as error:
-            raise LoaderWorkerError(self._describe(request, error)) from None
+            kind = LoaderError if get_worker_info() is None else LoaderWorkerError
+            raise kind(self._describe(request, error)) from None
 
     def _items(self, indices: list[int]) -> Any:
         dataset = self.dataset.value
@@ -171,6 +179,20 @@ def seed_global_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # noqa: NPY002 - the global one is what users use
     random.seed(seed)
+
+
+class preserved_global_generators:  # noqa: N801 - reads as a statement
+    """Leave the global generators of torch's CPU, numpy and random as they were."""
+
+    def __enter__(self) -> None:
+        self._torch = torch.default_generator.get_state()
+        self._numpy = np.random.get_state()  # noqa: NPY002 - the global one is what is kept
+        self._random = random.getstate()
+
+    def __exit__(self, *_: object) -> None:
+        torch.default_generator.set_state(self._torch)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        random.setstate(self._random)
 
 
 def pass_through(worker_init_fn: Callable[[int], None] | None) -> Carried | None:
