@@ -48,6 +48,7 @@ DRIFT_REJECT = 0.25  # drift between the halves relative to the estimate
 RHAT_CAUTION, RHAT_REJECT = 1.05, 1.2  # 1.05: about 10 effective draws per half chain
 ESS_CAUTION, ESS_REJECT = 50.0, 10.0  # over all chains; at 50 the error bar is itself 25 % off
 RELATIVE_SE_CAUTION = 0.25
+CHAINS_DIFFER = 0.05  # chance of the chain means' spread below which it gives the error bar
 BIAS_CAUTION, BIAS_REJECT = 0.05, 0.30  # predicted bias relative to the estimate
 MOVE_RESOLUTION = 2.0**-23  # loss differences below this share of the loss are float32 rounding
 MIN_DRAWS = 4  # arviz-stats' least length for an autocorrelation
@@ -99,6 +100,10 @@ class Description:
 def describe(draws: Draws) -> Description:
     """Mean, standard error, effective draws and split R-hat of draws of healthy chains.
 
+    The error comes from the draws' autocorrelation, unless the chain means spread wider than that
+    allows (chance below 5 %): a slow movement below the noise of the draws is invisible to the
+    autocorrelation, but not to independent chains. Their spread then gives the error.
+
     With fewer than 4 draws a chain there is no autocorrelation to estimate: the standard error
     then comes from the spread of the chain means, which needs two chains. Constant draws have
     standard error 0 and as many effective draws as draws.
@@ -116,10 +121,12 @@ def describe(draws: Draws) -> Description:
     num_chains, num_draws = draws.shape
     center, scale = _location_scale(draws)
     scaled = (draws - center) / scale
+    within, between = _mcse(scaled), _se_from_chains(scaled)
+    differ = between > within > 0 and _chance(num_chains, between / within) < CHAINS_DIFFER
     return Description(
         mean=center + scale * float(scaled.mean()),
-        se=scale * _mcse(scaled),
-        ess=_ess(scaled),
+        se=scale * (between if differ else within),
+        ess=_ess(scaled) * ((within / between) ** 2 if differ else 1.0),
         rhat=_split_rhat(scaled),
         num_chains=num_chains,
         num_draws=num_draws,
@@ -136,12 +143,22 @@ def _location_scale(draws: Draws) -> tuple[float, float]:
 def _mcse(draws: Draws) -> float:
     from arviz_stats.base import array_stats
 
-    num_chains, num_draws = draws.shape
-    if num_draws >= MIN_DRAWS:
+    if draws.shape[1] >= MIN_DRAWS:
         return float(array_stats.mcse(draws, method="mean"))
-    if num_chains < 2:
-        return math.nan
-    return float(draws.mean(axis=1).std(ddof=1)) / math.sqrt(num_chains)
+    return _se_from_chains(draws)
+
+
+def _se_from_chains(draws: Draws) -> float:
+    """Standard error from the spread of the chain means alone; it needs no autocorrelation."""
+    num_chains = len(draws)
+    return float(draws.mean(axis=1).std(ddof=1)) / math.sqrt(num_chains) if num_chains > 1 else math.nan
+
+
+def _chance(num_chains: int, ratio: float) -> float:
+    """Chance of chain means that spread ``ratio`` times wider than their errors say, or more."""
+    from scipy.stats import chi2
+
+    return float(chi2.sf((num_chains - 1) * ratio**2, num_chains - 1))
 
 
 def _ess(draws: Draws) -> float:

@@ -148,6 +148,7 @@ def estimate_learning_coeff_with_summary(
     Examples:
         >>> import torch
         >>> from torch.utils.data import TensorDataset
+        >>> from devsample import LoaderSpec
         >>> x = torch.randn(256, 3, generator=torch.Generator().manual_seed(0))
         >>> model = torch.nn.Linear(3, 1)
         >>> with torch.no_grad():

@@ -255,11 +255,11 @@ def _caller_loss(plan: Plan, batch: Any, home: torch.device) -> float:
 
 
 def _settings_line(prepared: Prepared) -> str:
-    """What was decided, in one line."""
+    """What was decided, in two lines."""
     text = f"n = {prepared.num_samples}, nbeta = {prepared.nbeta:.5g} ({prepared.nbeta_rule}"
     if prepared.nbeta_rule == "n/ln n" and prepared.nbeta_batch is not None:
         text += f'; devinterp\'s default would be {prepared.nbeta_batch:.5g}: nbeta="batch"'
-    text += f"), lr = {prepared.lr:.3g}, localization = {prepared.localization:.3g}"
+    text += f")\nlr = {prepared.lr:.3g}, localization = {prepared.localization:.3g}"
     if prepared.curvature is not None:
         text += f", burn-in = {prepared.num_burnin_steps}"
         text += f" (chosen from the largest curvature, {prepared.curvature:.3g})"

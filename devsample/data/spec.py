@@ -51,7 +51,8 @@ class LoaderSpec:
     Each chain draws independent, uniform minibatches by default (with replacement), from a stream
     of its own that depends on (seed, chain, step) only: the same batches for any number of
     workers. torch, numpy and random are seeded once per batch where it is made, so augmentation
-    is part of that stream. See DESIGN in the docs for why chains must not share batches.
+    is part of that stream. Chains that shared batches would
+    seem to agree more than they do.
 
     Args:
         dataset: a map-style data set, or a function, class or closure that returns one when

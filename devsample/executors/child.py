@@ -30,10 +30,17 @@ def main(
     """
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    signal.signal(signal.SIGTERM, _leave)
     own_process_group()
     leave_with_parent()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         _serve(connection, device, job)
+
+
+def _leave(number: int, frame: object) -> None:
+    """Unwind, so that loaders end their workers."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def _serve(connection: Connection, device: str, job: tuple[str, str, int]) -> None:

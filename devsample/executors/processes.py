@@ -77,7 +77,7 @@ class ProcessExecutor:
         """End all processes now."""
         for slot in self._slots:
             if slot.process.is_alive():
-                slot.process.kill()
+                slot.process.terminate()  # it ends its loader workers and leaves
 
     def close(self) -> None:
         """Let idle processes leave, end the others; none is left behind."""
