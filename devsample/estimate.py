@@ -284,5 +284,6 @@ def _settings(plan: Plan, finished: Finished) -> dict[str, Any]:
         "curvature": prepared.curvature,
         "run_dir": str(finished.run_dir) if finished.run_dir is not None else None,
         "num_moving_parameters": prepared.num_moving,
+        "unused_parameters": prepared.unused,
         "seconds": finished.seconds,
     }

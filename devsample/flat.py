@@ -75,7 +75,7 @@ class FlatParameters:
 
     def gather(self, parts: Sequence[torch.Tensor | None], gradient: torch.Tensor, *, add: bool) -> None:
         """Write the parameters' gradients into ``gradient`` (P,), or add them to it."""
-        whole = [part for part in parts if part is not None]
+        whole = [part for part in parts if part is not None and not part.is_sparse]
         if not add and self._plain and len(whole) == len(parts):
             torch._foreach_copy_(self._views(gradient), whole)
             return

@@ -23,7 +23,10 @@ from devsample.specs import Prepared, RunSpec, SamplerSpec
 from devsample.types import EvaluateFn
 
 FULL_PASS_SAMPLES = 1 << 14  # L_n(w*) reads all data up to this many samples, else this many
-_PILOT_STEPS, _PILOT_ROUNDS, _PILOT_GROWTH = 100, 4, 1.25
+_PILOT_STEPS, _PILOT_ROUNDS, _PILOT_GROWTH = 100, 24, 1.25
+_CALM_ROUNDS = 2  # rounds in which the curvature does not grow, before the pilot ends
+_EXPLOSION = 8.0  # how much smaller the step is after a pilot that exploded
+_SMALLEST_CURVATURE = 1e-3  # of nβ·L, where the curvature vanishes
 _AUTO_LR, _AUTO_LOCALIZATION = 0.3, 1.0
 _SLOWEST_MODE = 100.0  # burn-in waits for modes with this fraction of the largest curvature
 
@@ -49,48 +52,49 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
         InvalidArgumentError: a value that cannot be used now that n is known.
     """
     run, loader = setting.run, setting.loader
-    paired_pass = run.baseline == "fixed" and run.init_loss is not None
-    count = loader.num_samples if run.baseline == "full" else min(loader.num_samples, FULL_PASS_SAMPLES)
     probes = [
         request for step in range(PROBE_STEPS) for request in loader.requests(0, step, Role.PROBE_ORDER)
     ]
-    served = loader.serve(probes + ([] if paired_pass else loader.full_pass(count)))
+    count = loader.num_samples if run.baseline == "full" else min(loader.num_samples, FULL_PASS_SAMPLES)
+    served = loader.serve(probes + (loader.full_pass(count) if run.init_loss is None else []))
     steps = _collect(served, len(probes))
-    flat = FlatParameters(setting.model, setting.masks)
-    objective = Objective(
-        setting.model,
-        setting.evaluate,
-        flat,
-        autocast_dtype=run.autocast_dtype,
-        train_mode=run.train_mode,
-    )
-    moving, random_evaluate = _try_evaluate(objective, steps, setting.key)
-    flat = FlatParameters(setting.model, {name: setting.masks[name] for name in moving})
-    objective = Objective(
-        setting.model,
-        setting.evaluate,
-        flat,
-        train_mode=run.train_mode,
-        autocast_dtype=run.autocast_dtype,
-        seeded=random_evaluate,
-    )
-    center = flat.read()
-    flat.point_to(center)
+    everything = _objective(setting, setting.masks)
+    random_evaluate = _try_evaluate(everything, steps, setting.key)
+    everything.seeded = random_evaluate
+    init_loss, init_loss_se = _center_loss(everything, served, setting, count == loader.num_samples)
+    everything.reset_buffers()
+    touched = [name for number, name in enumerate(everything.flat.names()) if number in everything.touched]
+    if not touched:
+        raise EvaluateError("no moving parameter gets a gradient from evaluate(model, batch).")
+    objective = _objective(setting, {name: setting.masks[name] for name in touched})
+    objective.seeded = random_evaluate
+    center = objective.flat.read()
+    objective.flat.point_to(center)
     check_loss = _check_loss(objective, steps[0], setting.key, run.train_mode)
-    init_loss, init_loss_se = _center_loss(objective, served, setting.key, run, count == loader.num_samples)
     decided = _decide(setting, Probe(objective, steps, setting.key), center, objective, steps)
     objective.reset_buffers()
     prepared = Prepared(
         num_samples=loader.num_samples,
         init_loss=init_loss,
         init_loss_se=init_loss_se,
-        moving=tuple(flat.names()),
-        num_moving=flat.size,
+        moving=tuple(touched),
+        unused=tuple(name for name in everything.flat.names() if name not in touched),
+        num_moving=objective.flat.size,
         uses_randomness=random_evaluate,
         check_loss=check_loss,
         **decided,
     )
     return prepared, steps[0][0][1]
+
+
+def _objective(setting: Setting, masks: Masks) -> Objective:
+    return Objective(
+        setting.model,
+        setting.evaluate,
+        FlatParameters(setting.model, masks),
+        train_mode=setting.run.train_mode,
+        autocast_dtype=setting.run.autocast_dtype,
+    )
 
 
 def _collect(served: Any, count: int) -> list[list[Batch]]:
@@ -104,16 +108,13 @@ def _collect(served: Any, count: int) -> list[list[Batch]]:
     return steps[:-1]
 
 
-def _try_evaluate(
-    objective: Objective, steps: Sequence[Sequence[Batch]], key: ChainKey
-) -> tuple[list[str], bool]:
-    """Which parameters get a gradient, and whether evaluate reads global random state."""
-    flat = objective.flat
-    center = flat.read()
+def _try_evaluate(objective: Objective, steps: Sequence[Sequence[Batch]], key: ChainKey) -> bool:
+    """Whether evaluate reads global random state; marks the parameters that get a gradient."""
+    center = objective.flat.read()
     scratch = torch.zeros_like(center)
+    objective.flat.point_to(center)
     objective.seeded, random_evaluate = False, False
     for number, batches in enumerate(steps):
-        flat.point_to(center)
         before = global_random_state()
         loss = objective.loss_and_gradient(scratch, batches, key, number)
         random_evaluate = random_evaluate or global_random_state() != before
@@ -122,10 +123,7 @@ def _try_evaluate(
                 f"the loss at w* is {float(loss)} on a batch; a chain that starts there cannot work. "
                 "Check the weights and evaluate(model, batch)."
             )
-    moving = [name for number, name in enumerate(flat.names()) if number in objective.touched]
-    if not moving:
-        raise EvaluateError("no moving parameter gets a gradient from evaluate(model, batch).")
-    return moving, random_evaluate
+    return random_evaluate
 
 
 def _check_loss(objective: Objective, batches: Sequence[Batch], key: ChainKey, train_mode: bool) -> float:
@@ -138,15 +136,24 @@ def _check_loss(objective: Objective, batches: Sequence[Batch], key: ChainKey, t
 
 
 def _center_loss(
-    objective: Objective, served: Any, key: ChainKey, run: RunSpec, everything: bool
+    objective: Objective, served: Any, setting: Setting, everything: bool
 ) -> tuple[float, float | None]:
-    """L_n(w*) weighted by sample, and its standard error."""
-    if run.init_loss is not None:
-        return run.init_loss, None
+    """L_n(w*) weighted by sample, and its standard error.
+
+    As long as some parameter has not got a gradient, gradients are taken along: a branch or an
+    expert may be reached by few batches only.
+    """
+    if setting.run.init_loss is not None:
+        return setting.run.init_loss, None
     counts, losses = [], []
+    scratch = torch.zeros(objective.flat.size, dtype=objective.flat.dtype, device=objective.flat.device)
     for request, data in served:
         counts.append(len(request.indices))
-        losses.append(float(objective.loss([(1, data)], key, request.step)))
+        if len(objective.touched) < len(objective.flat.parameters):
+            loss = objective.loss_and_gradient(scratch, [(1, data)], setting.key, request.step)
+        else:
+            loss = objective.loss([(1, data)], setting.key, request.step)
+        losses.append(float(loss))
     weights, values = np.asarray(counts, dtype=float) / sum(counts), np.asarray(losses)
     mean = float(weights @ values)
     if everything:
@@ -203,23 +210,31 @@ def _explore(
     nbeta: float,
     localization: float,
 ) -> float:
-    """The largest curvature at w* and along a short pilot chain (at a singular w* it vanishes)."""
-    largest = max(probe.largest_curvature(center), 1e-12)
+    """The largest curvature at w* and along a short pilot chain (at a singular w* it vanishes).
+
+    A pilot that explodes starts again with a smaller step; one that survives goes on until the
+    curvature along it has not grown for some rounds.
+    """
+    largest = max(probe.largest_curvature(center), _SMALLEST_CURVATURE / nbeta)
     noise = NormalBlocks([setting.key], center.numel(), center.dtype, center.device, Role.PILOT)
     gradient = torch.zeros_like(center)
-    position, done = center.clone(), 0
-    for _ in range(_PILOT_ROUNDS):
+    position, calm = center.clone(), 0
+    for number in range(_PILOT_ROUNDS):
         lr = _AUTO_LR / (nbeta * largest + localization)
         kernel = SGLDKernel(lr=lr, nbeta=nbeta, localization=localization)
-        for step in range(done, done + _PILOT_STEPS):
+        for step in range(number * _PILOT_STEPS, (number + 1) * _PILOT_STEPS):
             objective.flat.point_to(position)
-            objective.loss_and_gradient(gradient, steps[step % len(steps)], setting.key, step)
+            loss = objective.loss_and_gradient(gradient, steps[step % len(steps)], setting.key, step)
+            if not math.isfinite(float(loss)):
+                break
             kernel.step(position[None], gradient[None], center, noise.averaged(step), {})
-        done += _PILOT_STEPS
         here = probe.largest_curvature(position)
-        if not math.isfinite(here):
-            position, here = center.clone(), 4 * largest
-        if here <= _PILOT_GROWTH * largest:
-            return max(largest, here)
-        largest = here
+        if not math.isfinite(here) or not math.isfinite(float(loss)):
+            largest += (_EXPLOSION - 1) * (largest + localization / nbeta)  # a smaller step
+            position, calm = center.clone(), 0
+            continue
+        calm = calm + 1 if here <= _PILOT_GROWTH * largest else 0
+        largest = max(largest, here)
+        if calm == _CALM_ROUNDS:
+            return largest
     return largest

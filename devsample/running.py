@@ -263,6 +263,9 @@ def _settings_line(prepared: Prepared) -> str:
     if prepared.curvature is not None:
         text += f", burn-in = {prepared.num_burnin_steps}"
         text += f" (chosen from the largest curvature, {prepared.curvature:.3g})"
+    if prepared.unused:
+        listed = ", ".join(prepared.unused[:4]) + (" …" if len(prepared.unused) > 4 else "")
+        text += f"\n{len(prepared.unused)} parameters get no gradient and stay: {listed}"
     return text
 
 

@@ -79,6 +79,7 @@ class Prepared:
         init_loss: L_n(w*), or its estimate.
         init_loss_se: standard error of that estimate; 0 if every sample was read.
         moving: names of the parameters that move.
+        unused: names of parameters that should move, but never get a gradient: they stay.
         num_moving: P, how many entries move.
         uses_randomness: whether ``evaluate`` reads torch's, numpy's or random's global state.
         gradient_noise: tr Cov of a step's gradient at w*.
@@ -97,6 +98,7 @@ class Prepared:
     init_loss: float
     init_loss_se: float | None
     moving: tuple[str, ...]
+    unused: tuple[str, ...]
     num_moving: int
     uses_randomness: bool
     gradient_noise: float
@@ -111,7 +113,7 @@ class Prepared:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Prepared:
         """The inverse of `to_dict`."""
-        return cls(**{**values, "moving": tuple(values["moving"])})
+        return cls(**{**values, "moving": tuple(values["moving"]), "unused": tuple(values["unused"])})
 
 
 def _plain(value: Any) -> Any:
