@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -137,12 +138,19 @@ class WorkerStart:
     def __call__(self, worker_id: int) -> None:
         """Called by torch in the new worker."""
         leave_with_parent()
+        sys.excepthook = _quiet_about_readers
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, BatchDataset):
             own = replace(info, dataset=info.dataset.dataset.value)  # the user's, as they expect
             _utils.worker._worker_info = own
         if self._user is not None:
             self._user.value(worker_id)
+
+
+def _quiet_about_readers(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """A reader that left in the middle of a batch is no news of a worker's."""
+    if not issubclass(kind, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)
 
 
 class PackedBatch:

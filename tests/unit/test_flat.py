@@ -68,6 +68,12 @@ def reference(model, masks, vector=None):
     )
 
 
+def differentiate(flat, loss, gradient, *, add=False):
+    """What a step does with a loss of the model that ``flat`` directs."""
+    parts = torch.autograd.grad(loss, flat.parameters, allow_unused=True)
+    flat.gather(parts, gradient, add=add)
+
+
 @pytest.mark.parametrize("masks", [ALL, masks_of_every_kind()], ids=["full", "masked"])
 def test_vector_loss_and_gradient_are_those_of_the_model(masks):
     model = Model()
@@ -79,11 +85,10 @@ def test_vector_loss_and_gradient_are_those_of_the_model(masks):
     for scale in (0.0, 1.0, -0.5):
         vector = center + scale * torch.linspace(-1, 1, flat.size, dtype=torch.float64)
         expected_values, expected_gradient, expected_loss = reference(untouched, masks, vector)
-        got = torch.zeros_like(vector)
-        flat.point_to(vector, got)
+        got = torch.full_like(vector, 9.0)  # whatever stood there before
+        flat.point_to(vector)
         loss = model()
-        loss.backward()
-        flat.collect(got)
+        differentiate(flat, loss, got)
         torch.testing.assert_close(loss.detach(), expected_loss)
         torch.testing.assert_close(got, expected_gradient)
         assert torch.equal(flat.read(), expected_values)
@@ -112,17 +117,37 @@ def test_the_vector_read_is_a_copy():
 def test_gradients_accumulate_over_micro_batches():
     model, masks = Model(), masks_of_every_kind()
     flat = FlatParameters(model, masks)
-    gradient = torch.zeros(flat.size, dtype=torch.float64)
-    flat.point_to(flat.read(), gradient)
-    model().backward()
-    (2 * model()).backward()
-    flat.collect(gradient)
+    gradient = torch.full((flat.size,), 9.0, dtype=torch.float64)
+    flat.point_to(flat.read())
+    differentiate(flat, model(), gradient)
+    differentiate(flat, 2 * model(), gradient, add=True)
     torch.testing.assert_close(gradient, 3 * reference(Model(), masks)[1])
-    again = gradient.zero_()  # the next step starts at zero, with nothing left from this one
-    flat.point_to(flat.read(), again)
-    model().backward()
-    flat.collect(again)
-    torch.testing.assert_close(again, reference(Model(), masks)[1])
+    differentiate(flat, model(), gradient)
+    torch.testing.assert_close(gradient, reference(Model(), masks)[1])
+
+
+def test_several_vectors_take_turns():
+    """A group computes at one row after the other, each with its own gradient."""
+    model = Model()
+    flat = FlatParameters(model, ALL)
+    center = flat.read()
+    positions = torch.stack([center, center + 1.0])
+    gradients = torch.zeros_like(positions)
+    for _ in range(2):
+        for row in range(2):
+            flat.point_to(positions[row])
+            differentiate(flat, model(), gradients[row])
+    for row in range(2):
+        torch.testing.assert_close(gradients[row], reference(Model(), ALL, positions[row])[1])
+
+
+def test_a_parameter_outside_the_loss_has_gradient_zero():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(2, 1))
+    flat = FlatParameters(model, resolve_masks(model, None))
+    gradient = torch.full((6,), 9.0)
+    flat.point_to(flat.read())
+    differentiate(flat, model[1](torch.ones(1, 2)).sum(), gradient)
+    assert gradient.tolist() == [0, 0, 0, 1, 1, 1]
 
 
 def test_entries_outside_the_mask_stay():
@@ -143,8 +168,7 @@ def test_parameters_that_do_not_move_need_no_gradient():
     flat = FlatParameters(model, {"turned": True})
     assert not model.first.requires_grad
     assert not model.scale.requires_grad
-    gradient = torch.zeros(flat.size, dtype=torch.float64)
-    flat.point_to(flat.read(), gradient)
+    flat.point_to(flat.read())
     model().backward()
     assert model.first.grad is None
     assert flat.names() == ["turned"]
@@ -171,15 +195,14 @@ def test_half_precision_moves_in_single_precision():
     assert flat.dtype == torch.float32
     vector = flat.read()
     gradient = torch.zeros_like(vector)
-    flat.point_to(vector, gradient)
+    flat.point_to(vector)
     for _ in range(100):
         vector[:6] += 1e-3  # bfloat16 knows 1 and 1.0078
-        flat.point_to(vector, gradient)
+        flat.point_to(vector)
     assert model.weight.dtype == torch.bfloat16
     torch.testing.assert_close(vector[:6], torch.full((6,), 1.1), rtol=1e-5, atol=0)
     assert torch.equal(model.weight, torch.full((2, 3), 1.1, dtype=torch.bfloat16))
-    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
-    flat.collect(gradient)
+    differentiate(flat, model(torch.ones(1, 3, dtype=torch.bfloat16)).sum(), gradient)
     assert torch.equal(gradient, torch.ones(8))
     assert gradient.dtype == torch.float32
 
@@ -193,9 +216,8 @@ def test_mixed_dtypes_move_in_the_widest():
     assert flat.dtype == torch.float64
     assert [one.direct for one in flat.segments] == [True, False, False]
     gradient = torch.zeros(7, dtype=torch.float64)
-    flat.point_to(torch.full((7,), 3.0, dtype=torch.float64), gradient)
-    ((model.a**2).sum() + (model.b**2).sum() + (model.c**2).sum()).backward()
-    flat.collect(gradient)
+    flat.point_to(torch.full((7,), 3.0, dtype=torch.float64))
+    differentiate(flat, (model.a**2).sum() + (model.b**2).sum() + (model.c**2).sum(), gradient)
     assert gradient.tolist() == [6.0] * 7
     assert [one.dtype for one in (model.a, model.b, model.c)] == [
         torch.float64,
@@ -215,9 +237,8 @@ def test_sparse_gradients_land_in_the_vector():
     model = torch.nn.Embedding(6, 2, sparse=True)
     flat = FlatParameters(model, {"weight": True})
     gradient = torch.zeros(12)
-    flat.point_to(flat.read(), gradient)
-    model(torch.tensor([1, 1, 4])).sum().backward()
-    flat.collect(gradient)
+    flat.point_to(flat.read())
+    differentiate(flat, model(torch.tensor([1, 1, 4])).sum(), gradient)
     assert gradient.view(6, 2)[:, 0].tolist() == [0, 2, 0, 0, 1, 0]
 
 

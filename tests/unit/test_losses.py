@@ -155,9 +155,7 @@ def test_one_sample_and_no_sample():
         nbeta_for(0)
 
 
-@pytest.mark.parametrize(
-    "rule", [0, -1.0, math.nan, math.inf, "n log n", True, lambda n: 0.0, lambda n: "x"]
-)
+@pytest.mark.parametrize("rule", [0, -1.0, math.nan, math.inf, "n log n", True, lambda n: 0.0, lambda n: "x"])
 def test_rules_that_are_refused(rule):
     with pytest.raises(InvalidArgumentError, match="nbeta: expected a number > 0"):
         nbeta_for(1000, rule)

@@ -212,9 +212,7 @@ def test_generators_arrays_and_recursion_travel():
     box.me = box
     back = there_and_back(box)
     assert back.me is back
-    assert torch.equal(
-        torch.rand(3, generator=back.generator), torch.rand(3, generator=generator)
-    )
+    assert torch.equal(torch.rand(3, generator=back.generator), torch.rand(3, generator=generator))
 
 
 # ---- what cannot travel -------------------------------------------------------------------------
@@ -275,9 +273,7 @@ def test_the_state_of_getstate_counts_not_the_attributes():
             return {name: value for name, value in self.__dict__.items() if name != "lock"}
 
     assert there_and_back(Careful(lock=threading.Lock(), x=1)).x == 1
-    assert refusal(Careful(lock=threading.Lock(), other=threading.Lock())).startswith(
-        "thing.other is"
-    )
+    assert refusal(Careful(lock=threading.Lock(), other=threading.Lock())).startswith("thing.other is")
 
 
 def test_the_modules_of_a_model_are_named():
