@@ -1,9 +1,6 @@
-"""What the draws say about the estimate: its error bar, and whether to believe it.
+"""What the draws say about the estimate: its error bar, drift, and predicted bias.
 
-Arrays of draws have shape (num_chains, num_draws), float64, and hold healthy chains only. The
-numbers come first (:func:`describe`, :func:`drift`, :func:`predict_bias`), then the checks: each
-looks at the :class:`Evidence` and returns one :class:`Finding` or None. A new check is a new
-function in ``CHECKS``.
+Arrays of draws have shape (num_chains, num_draws), float64, and hold healthy chains only.
 
 References:
     Vehtari, Gelman, Simpson, Carpenter, Bürkner (2021), Rank-normalization, folding, and
@@ -14,44 +11,27 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
     "Description",
-    "Evidence",
-    "Finding",
-    "LostChain",
     "PredictedBias",
     "align",
     "describe",
     "drift",
-    "examine",
-    "format_number",
     "predict_bias",
-    "verdict_of",
 ]
 
 Draws: TypeAlias = NDArray[np.float64]
-Severity: TypeAlias = Literal["caution", "reject"]
-Verdict: TypeAlias = Literal["trust", "caution", "reject"]
 
-LOST_REJECT = 0.25  # share of chains lost above which what is left is a selection
-DIMENSION_CAUTION, DIMENSION_REJECT = 1.05, 1.5  # estimate relative to half the moving entries
-NEGATIVE_Z = 2.0  # standard errors below zero: no healthy run comes near it
-DRIFT_Z = 3.0  # a healthy run exceeds it by chance about once in 300
-DRIFT_REJECT = 0.25  # drift between the halves relative to the estimate
-RHAT_CAUTION, RHAT_REJECT = 1.05, 1.2  # 1.05: about 10 effective draws per half chain
-ESS_CAUTION, ESS_REJECT = 50.0, 10.0  # over all chains; at 50 the error bar is itself 25 % off
-RELATIVE_SE_CAUTION = 0.25
 CHAINS_DIFFER = 0.05  # chance of the chain means' spread below which it gives the error bar
-BIAS_CAUTION, BIAS_REJECT = 0.05, 0.30  # predicted bias relative to the estimate
-MOVE_RESOLUTION = 2.0**-23  # loss differences below this share of the loss are float32 rounding
 MIN_DRAWS = 4  # arviz-stats' least length for an autocorrelation
+BIAS_CAUTION = 0.05  # predicted bias relative to the estimate that is still fine
 
 
 def align(traces: Sequence[Draws]) -> Draws:
@@ -69,9 +49,6 @@ def align(traces: Sequence[Draws]) -> Draws:
     """
     shared = min(len(trace) for trace in traces)
     return np.stack([np.asarray(trace[:shared], dtype=np.float64) for trace in traces])
-
-
-# --- numbers -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -283,261 +260,3 @@ def predict_bias(
     allowed = unbiased * BIAS_CAUTION / (1 - BIAS_CAUTION)
     lr_fit = lr * allowed / absolute if absolute > 0 else math.inf
     return PredictedBias(absolute, absolute / estimate, step, minibatch, lr_fit)
-
-
-# --- checks --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that speaks against the estimate.
-
-    Attributes:
-        kind: its short name, e.g. ``"drift"``.
-        severity: ``"caution"`` or ``"reject"``.
-        text: one sentence with the figure, the likely cause and what to change.
-    """
-
-    kind: str
-    severity: Severity
-    text: str
-
-
-@dataclass(frozen=True)
-class LostChain:
-    """A chain that is left out of the estimate, and why."""
-
-    chain: int
-    status: str
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """All that the checks look at.
-
-    Attributes:
-        llc: draws of the healthy chains, shape (num_chains, num_draws).
-        loss: loss at the same draws, same shape.
-        baseline: loss at w* that was subtracted, same shape.
-        estimate: ``describe(llc)``.
-        lost: the chains that are left out.
-        bias: ``predict_bias(...)``, or None where no law is known.
-        settings: of the run, as in ``LLCResult.settings``.
-    """
-
-    llc: Draws
-    loss: Draws
-    baseline: Draws
-    estimate: Description
-    lost: tuple[LostChain, ...]
-    bias: PredictedBias | None
-    settings: Mapping[str, Any]
-
-
-def examine(evidence: Evidence) -> tuple[Finding, ...]:
-    """Run every check; what tells most about the cause comes first.
-
-    Causes come before symptoms (R-hat, few draws), the graver before the lighter, and then the
-    order of ``CHECKS``.
-    """
-    found = [finding for check in CHECKS if (finding := check(evidence)) is not None]
-    return tuple(sorted(found, key=lambda f: (f.kind in SYMPTOMS, f.severity != "reject")))
-
-
-def verdict_of(findings: Sequence[Finding]) -> Verdict:
-    """``"reject"`` or ``"caution"``, whichever is the gravest finding, or ``"trust"``.
-
-    >>> verdict_of([])
-    'trust'
-    """
-    severities = {finding.severity for finding in findings}
-    if "reject" in severities:
-        return "reject"
-    return "caution" if severities else "trust"
-
-
-def format_number(value: float, digits: int = 3) -> str:
-    """A figure for people: ``digits`` significant digits, no exponent where one can do without.
-
-    >>> format_number(1234.5), format_number(0.0123), format_number(1e-5), format_number(np.nan)
-    ('1234', '0.0123', '1e-05', '–')
-    """
-    if math.isnan(value):
-        return "–"
-    if 1000 <= abs(value) < 1e6:
-        return f"{value:.0f}"
-    return f"{value:.{digits}g}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
-
-
-REMEDIES = {
-    "diverged": "lower lr (now {lr})",
-    "failed": "mend the error that its message names",
-    "died": "look in its log for a lack of memory or a kill",
-    "stopped": "let it run to the end",
-}
-
-
-def check_lost(evidence: Evidence) -> Finding | None:
-    """Chains that are left out: what is left is a selection."""
-    lost, kept = evidence.lost, len(evidence.llc)
-    if not lost:
-        return None
-    total = kept + len(lost)
-    named = "; ".join(f"{c.chain} {c.status}" + (f" ({c.why})" if c.why else "") for c in lost[:4])
-    more = f"; and {len(lost) - 4} more" if len(lost) > 4 else ""
-    statuses = dict.fromkeys(chain.status for chain in lost)
-    lr = format_number(float(evidence.settings.get("lr", math.nan)))
-    remedy = " and ".join(REMEDIES[s].format(lr=lr) for s in statuses if s in REMEDIES)
-    text = (
-        f"{len(lost)} of {total} chains {'is' if len(lost) == 1 else 'are'} left out, which can "
-        f"bias the estimate: chain {named}{more}; {remedy or 'see the table of chains'}."
-    )
-    return Finding("lost", "reject" if len(lost) > LOST_REJECT * total else "caution", text)
-
-
-def check_moves(evidence: Evidence) -> Finding | None:
-    """Losses at w and at w* that are equal: the weights do not move."""
-    gap = np.abs(evidence.loss - evidence.baseline).max()
-    if np.ptp(evidence.llc) > 0 and gap > MOVE_RESOLUTION * np.abs(evidence.baseline).max():
-        return None
-    text = (
-        f"Nothing moves: the loss is never more than {format_number(float(gap))} from that at w*, "
-        "so no weight was free to move or no step was large enough to show; check requires_grad "
-        "and param_masks, keep the weights in float32, or raise lr "
-        f"(now {format_number(float(evidence.settings.get('lr', math.nan)))})."
-    )
-    return Finding("frozen", "reject", text)
-
-
-def check_negative(evidence: Evidence) -> Finding | None:
-    """A significantly negative estimate: the chains found a lower loss than at w*."""
-    mean, se = evidence.estimate.mean, evidence.estimate.se
-    if math.isnan(se) or mean >= -NEGATIVE_Z * se:
-        return None
-    distance = f"{format_number(-mean / se)} standard errors" if se > 0 else "without any spread"
-    text = (
-        f"The estimate is negative ({format_number(mean)}, {distance} below 0): the chains find "
-        "lower loss than at w*, so w* is no minimum of this loss; train w* to convergence, or "
-        "give evaluate and data as they were in training, or raise localization."
-    )
-    return Finding("negative", "reject", text)
-
-
-def check_dimension(evidence: Evidence) -> Finding | None:
-    """More than half the number of moving entries, which is the most that a minimum gives."""
-    limit = int(evidence.settings.get("num_moving_parameters", 0)) / 2
-    mean, se = evidence.estimate.mean, evidence.estimate.se
-    low = mean - 2 * se if not math.isnan(se) else mean
-    if not limit or low <= DIMENSION_CAUTION * limit:
-        return None
-    text = (
-        f"The estimate {format_number(mean)} is above {format_number(limit)}, half the number of "
-        "moving parameters, which no minimum gives: the chains have left the neighbourhood of w*, or "
-        "the step is too large; raise localization, or lower lr."
-    )
-    return Finding("dimension", "reject" if low > DIMENSION_REJECT * limit else "caution", text)
-
-
-def check_drift(evidence: Evidence) -> Finding | None:
-    """Halves of the draws that differ: the chains had not settled."""
-    difference, z = drift(evidence.llc)
-    if math.isnan(z) or abs(z) <= DRIFT_Z:
-        return None
-    share = abs(difference / evidence.estimate.mean) if evidence.estimate.mean else math.inf
-    settings = evidence.settings
-    burnin = int(settings.get("num_burnin_steps", 0))
-    steps = evidence.estimate.num_draws * int(settings.get("num_steps_bw_draws", 1))
-    text = (
-        f"The chains have not settled: the second half of the draws lies {_percent(share)} "
-        f"({format_number(abs(z), 2)} standard errors) {'above' if z > 0 else 'below'} the first; "
-        f"raise num_burnin_steps from {burnin} to {burnin + steps} or more"
-        + (", or raise lr or localization." if z > 0 else ", or train w* further.")
-    )
-    return Finding("drift", "reject" if share > DRIFT_REJECT else "caution", text)
-
-
-def check_bias(evidence: Evidence) -> Finding | None:
-    """A step too large for the gradient noise and the curvature."""
-    bias, settings = evidence.bias, evidence.settings
-    if bias is None or bias.relative <= BIAS_CAUTION:
-        return None
-    cause, remedy = "the noise of the minibatch gradients", "a larger batch_size"
-    if bias.step > bias.minibatch:
-        cause, remedy = "the Euler step itself", 'integrator="averaged"'
-    lower = f"lower lr from {format_number(settings['lr'])} to {_floor(bias.lr_fit)}"
-    others = [remedy]
-    batch = settings.get("nbeta_batch")
-    if settings.get("nbeta_rule") == "n/ln n" and batch is not None and batch < settings["nbeta"]:
-        others.append(
-            f'nbeta="batch" (nβ {format_number(batch)} in place of {format_number(settings["nbeta"])})'
-        )
-    text = (
-        f"At this lr the estimate is predicted to be {format_number(bias.absolute, 2)} "
-        f"({_percent(bias.relative)}) too high, from {cause}; "
-        f"{lower}, or take {' or '.join(others)}."
-    )
-    return Finding("bias", "reject" if bias.relative > BIAS_REJECT else "caution", text)
-
-
-def _floor(value: float) -> str:
-    """Two significant digits, rounded down: a limit must not be rounded up."""
-    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
-    return f"{math.floor(value / unit * (1 + 1e-9)) * unit:.2g}"
-
-
-def check_rhat(evidence: Evidence) -> Finding | None:
-    """Chains that disagree by more than their own spread; one chain has none to disagree with."""
-    rhat = evidence.estimate.rhat
-    if len(evidence.llc) < 2 or math.isnan(rhat) or rhat <= RHAT_CAUTION:
-        return None
-    text = (
-        f"R-hat is {rhat:.2f} (limit {RHAT_CAUTION}): the chains disagree, because they are too "
-        "short for their autocorrelation or sit in different places; raise num_draws or "
-        "num_steps_bw_draws, and localization if the chains keep apart."
-    )
-    return Finding("rhat", "reject" if rhat > RHAT_REJECT else "caution", text)
-
-
-def check_draws(evidence: Evidence) -> Finding | None:
-    """Too few effective draws for an error bar, or an error bar too wide to be of use."""
-    estimate = evidence.estimate
-    total = estimate.num_chains * estimate.num_draws
-    if math.isnan(estimate.ess):
-        text = (
-            f"{estimate.num_draws} draws a chain are too few for an error bar; "
-            f"raise num_draws to at least {MIN_DRAWS}, better 100 or more."
-        )
-        return Finding("few draws", "reject", text)
-    if estimate.ess < ESS_CAUTION:
-        factor = math.ceil(2 * ESS_CAUTION / estimate.ess)
-        text = (
-            f"Only {estimate.ess:.0f} effective draws of {total} (limit {ESS_CAUTION:.0f}), too "
-            f"few for a sure error bar; raise num_draws or num_steps_bw_draws {factor}-fold."
-        )
-        return Finding("few draws", "reject" if estimate.ess < ESS_REJECT else "caution", text)
-    relative = estimate.se / abs(estimate.mean) if estimate.mean else math.inf
-    if relative > RELATIVE_SE_CAUTION and estimate.se > 0:
-        text = (
-            f"The standard error is {_percent(relative)} of the estimate; raise num_draws or "
-            f"num_chains {math.ceil((relative / 0.1) ** 2)}-fold for 10 %, or raise batch_size."
-        )
-        return Finding("few draws", "caution", text)
-    return None
-
-
-CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
-    check_lost,
-    check_moves,
-    check_negative,
-    check_drift,
-    check_bias,
-    check_dimension,
-    check_rhat,
-    check_draws,
-)
-SYMPTOMS = frozenset({"rhat", "few draws"})

@@ -11,22 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from devsample.diagnostics import (
-    Description,
-    Draws,
-    Evidence,
-    Finding,
-    LostChain,
-    PredictedBias,
-    Verdict,
-    align,
-    describe,
-    examine,
-    format_number,
-    predict_bias,
-    verdict_of,
-)
+from devsample.diagnostics import Description, Draws, PredictedBias, align, describe, predict_bias
 from devsample.errors import AllChainsFailedError
+from devsample.verdict import Evidence, Finding, LostChain, Verdict, examine, format_number, verdict_of
 
 if TYPE_CHECKING:
     from os import PathLike

@@ -9,18 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from devsample import diagnostics
-from devsample.diagnostics import (
-    Evidence,
-    LostChain,
-    align,
-    describe,
-    drift,
-    examine,
-    format_number,
-    predict_bias,
-    verdict_of,
-)
+from devsample import diagnostics, verdict
+from devsample.diagnostics import align, describe, drift, predict_bias
+from devsample.verdict import Evidence, LostChain, examine, format_number, verdict_of
 
 SETTINGS = {
     "sampler": "SGLD",
@@ -157,7 +148,7 @@ def test_a_steady_rise_does_not_hide_in_its_own_autocorrelation(num_chains, nois
 def test_drift_of_stationary_chains_is_rarely_significant(num_chains, rho):
     rng = np.random.default_rng(7)
     z = [drift(ar1(num_chains, 500, rho, rng))[1] for _ in range(100)]
-    assert np.mean(np.abs(z) > diagnostics.DRIFT_Z) <= 0.03
+    assert np.mean(np.abs(z) > verdict.DRIFT_Z) <= 0.03
 
 
 def test_drift_without_spread_is_infinite_and_of_few_draws_unknown():
