@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import signal
+import sys
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,6 +41,7 @@ def main(
 def _leave(number: int, frame: object) -> None:
     """Unwind, so that loaders end their workers."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.unraisablehook = lambda _: None  # half-built loaders complain while they go
     raise SystemExit(128 + number)
 
 

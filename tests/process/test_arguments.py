@@ -138,7 +138,7 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     # where it runs
     "cores=0": ({"cores": 0}, ("cores", "0")),
     "cores=1.5": ({"cores": 1.5}, ("cores", "1.5")),
-    "cores=[]": ({"cores": []}, ("cores", "[]")),
+    "cores=[]": ({"cores": []}, ("cores", "empty")),
     "an unknown device": ({"device": "abacus"}, ("device", "'abacus'")),
     "no device at all": ({"device": 1.5}, ("device", "1.5")),
     "a device that is not there": ({"device": "cuda:77"}, ("device", "cuda:77")),

@@ -85,6 +85,7 @@ def process_state() -> dict[str, Any]:
         "main module": {name: id(value) for name, value in vars(main).items()},
         "python threads": sorted(thread.name for thread in threading.enumerate()),
         "children": children(),
+        "open files": sorted(file.path for file in psutil.Process().open_files()),
     }
 
 
@@ -121,18 +122,21 @@ def interrupt(draws: object) -> None:
     raise KeyboardInterrupt
 
 
-def run_to(ending: str, cores: int, **given: Any) -> None:
+def run_to(ending: str, cores: int, **given: Any) -> Any:
+    """The error of the run, which keeps alive what its frames hold, or its result."""
     if ending == "success":
-        estimate(evaluate=random_evaluate, cores=cores, **given)
-    elif ending == "evaluate raises":
-        with pytest.raises(EvaluateError, match="evaluate does not work"):
+        return estimate(evaluate=random_evaluate, cores=cores, **given)
+    if ending == "evaluate raises":
+        with pytest.raises(EvaluateError, match="evaluate does not work") as caught:
             estimate(evaluate=raise_in_evaluate, cores=cores, **given)
-    elif cores == 1:
-        with pytest.raises(KeyboardInterrupt):
-            estimate(callbacks=[FailsAt(0, 3, "interrupt")], cores=1, **given)
+        return caught
+    if cores == 1:
+        given["callbacks"] = [FailsAt(0, 3, "interrupt")]
     else:  # in this process, while chains are at work in others
-        with pytest.raises(KeyboardInterrupt):
-            estimate(on_records=interrupt, cores=cores, **given)
+        given["on_records"] = interrupt
+    with pytest.raises(KeyboardInterrupt) as caught:
+        estimate(cores=cores, **given)
+    return caught
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -150,9 +154,10 @@ def test_everything_is_as_it_was(
     kept = copy.deepcopy(optimizer_kwargs), dict(vars(loader)), dict(vars(loader.dataset))
     before = process_state() | model_state(model)
 
-    run_to(ending, cores, model=model, loader=loader, optimizer_kwargs=optimizer_kwargs)
+    end = run_to(ending, cores, model=model, loader=loader, optimizer_kwargs=optimizer_kwargs)
 
     after = process_state() | model_state(model)
+    assert end is not None
     assert changes(before, after) == {}
     assert (optimizer_kwargs, vars(loader), vars(loader.dataset)) == kept
     left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")]
