@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -167,6 +168,13 @@ class Group:
         self._flushed += self._pending
         self._pending = 0
         self._last_flush = time.monotonic()
+
+    def close(self) -> None:
+        """Write what is pending, if the device still answers, and close the files."""
+        with contextlib.suppress(Exception):
+            self.flush()
+        for row in self.rows:
+            row.writer.close()
 
     def save(self) -> None:
         """Write every chain's checkpoint."""

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
+_SOCKET_PATH_LIMIT = 100
 _main_module_lock = threading.RLock()
 
 
@@ -123,6 +125,16 @@ def describe_exit(exitcode: int | None) -> str:
         name = f"signal {-exitcode}"
     hint = " (often the system being out of memory)" if name == "SIGKILL" else ""
     return f"killed by {name}{hint}"
+
+
+def socket_folder() -> str:
+    """A new temporary folder whose path leaves room for the name of a socket.
+
+    Such paths end at about 100 characters; a longer temporary folder is passed over for /tmp.
+    """
+    folder = tempfile.gettempdir()
+    too_long = len(folder) + len("/ds-abcdefgh/listener-abcdefgh") > _SOCKET_PATH_LIMIT
+    return tempfile.mkdtemp(prefix="ds-", dir="/tmp" if too_long and os.path.isdir("/tmp") else None)
 
 
 _PRELOAD = ["torch", "torch.utils.data", "numpy", "cloudpickle", "devsample.data.worker"]

@@ -104,9 +104,9 @@ class _Run:
         supervise(
             self._executor,
             [Task("prepare")],
-            retry=False,
+            retry=self._plan.on_failure == "retry",
             on_outcome=found.append,
-            on_retry=found.append,
+            on_retry=self._note_retry,
         )
         outcome = found[0]
         if outcome.prepared is None:

@@ -134,17 +134,18 @@ class Session:
             noise = self._draw(group)
         except Exception as caught:
             error = caught
-        ended = [failed_chain(chain, error or RuntimeError("not started"), attempt) for chain in chains]
-        if group is not None:
-            with contextlib.suppress(Exception):
-                group.flush()  # what was drawn before an error is kept
+        finally:  # what was drawn before an error or an interrupt is kept
+            if group is not None:
+                group.close()
+        if group is None:
+            reason = error or RuntimeError("not started")
+            ended = [failed_chain(chain, reason, attempt) for chain in chains]
+        else:
             seconds = time.monotonic() - started
             ended = [
                 self._outcome(row, group, error, noise.get(row.chain, {}), attempt, seconds)
                 for row in group.rows
             ]
-            for row in group.rows:
-                row.writer.close()
         for outcome in ended:
             self._write_outcome(outcome)
         return ended, error

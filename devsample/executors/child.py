@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
 
 
 def main(
-    connection: Connection, environment: Mapping[str, str], device: str, job: tuple[str, str, int]
+    connection: Connection,
+    environment: Mapping[str, str],
+    device: str,
+    job: tuple[str, str, int],
+    scratch: str,
 ) -> None:
     """Serve tasks from ``connection`` until it says to stop, or its other end is gone.
 
@@ -28,7 +33,9 @@ def main(
         environment: set before torch is imported.
         device: where to compute.
         job: run folder, hash of the payload, CPU threads.
+        scratch: a folder of the parent's for sockets, which it removes whatever happens here.
     """
+    multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined]
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     signal.signal(signal.SIGTERM, _leave)

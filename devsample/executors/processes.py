@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import pickle
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from devsample.machine import (
     describe_exit,
     end_process_group,
     hidden_main_module,
+    socket_folder,
     thread_environment,
 )
 from devsample.types import ChainOutcome, Emit, Job, Outcome, Task
@@ -43,10 +45,12 @@ class ProcessExecutor:
 
     def __init__(self) -> None:
         self._slots: list[_Slot] = []
+        self._scratch = ""
 
     def open(self, job: Job, slots: Sequence[str], emit: Emit) -> None:
         """Start one process per device name in ``slots``."""
         self._job, self._emit = job, emit
+        self._scratch = socket_folder()
         for device in slots:
             self._slots.append(self._start(device))
 
@@ -95,6 +99,7 @@ class ProcessExecutor:
                 slot.process.join()
             self._release(slot)
         self._slots = []
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _start(self, device: str) -> _Slot:
         context = multiprocessing.get_context("spawn")
@@ -104,7 +109,7 @@ class ProcessExecutor:
         job = (str(self._job.run_dir), self._job.payload_sha256, self._job.threads)
         process = context.Process(
             target=main,
-            args=(theirs, environment, inside, job),
+            args=(theirs, environment, inside, job, self._scratch),
             name=f"devsample-{device}",
             daemon=False,
         )

@@ -216,6 +216,7 @@ def test_euler_has_its_own_law():
 
 @pytest.mark.truths
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("integrator", ["averaged", "euler"])
 def test_a_single_regression_is_the_laws_value(integrator):
     """The problem as it is, without copies: 500 000 steps for half a percent."""
@@ -314,6 +315,7 @@ def test_wrong_error_bars_are_noticed():
 
 @pytest.mark.truths
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("draws", "between"), [(300, 1), (100, 6)])
 def test_error_bars_over_a_hundred_seeds(draws, between):
     errors, bars, _ = many_runs(100, draws, between)

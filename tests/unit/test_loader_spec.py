@@ -263,6 +263,7 @@ def test_changes_win():
     assert (spec.batch_size, spec.order, spec.num_workers) == (5, "epoch", 0)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_loader_in_use_is_not_touched():
     loader = DataLoader(NUMBERS, batch_size=2, num_workers=1, persistent_workers=True)
     iterator = iter(loader)
@@ -546,6 +547,7 @@ def batches_of(spec, steps):
 
 @pytest.mark.parametrize("data", [Noisy(50), make_numbers(50)], ids=["random", "tensors"])
 @pytest.mark.parametrize("context", ["forkserver", "fork"])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_workers_do_not_change_the_batches(data, context):
     if context not in multiprocessing.get_all_start_methods():
         pytest.skip(f"no {context} here")

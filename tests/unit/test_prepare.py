@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.data import TensorDataset
 
-from devsample import SGLD, LoaderSpec
+from devsample import SGLD, LoaderSpec, estimate_learning_coeff_with_summary
 from devsample.data.loader import ChainLoader
 from devsample.errors import EvaluateError
 from devsample.flat import FlatParameters, resolve_masks
@@ -256,6 +257,26 @@ def test_buffers_are_as_they_were_in_train_mode():
         measure(model, BOWL, batch_size=8, run={"train_mode": train_mode})
         for name, value in model.named_buffers():
             assert torch.equal(value, before[name]), (name, train_mode)
+
+
+def test_no_function_mode_is_active_while_evaluate_runs():
+    """A mode such as `with torch.device(...)` costs Python code for every torch call of the loop."""
+    active = []
+
+    def evaluate(model, batch):
+        active.append(len(_get_current_function_mode_stack()))
+        return model(batch)
+
+    estimate_learning_coeff_with_summary(
+        Bowl(H, W),
+        loader_spec=LoaderSpec(BOWL, batch_size=8),
+        evaluate=evaluate,
+        optimizer_kwargs={"lr": 1e-3},
+        num_chains=1,
+        num_draws=3,
+        verbose=False,
+    )
+    assert set(active) == {0}
 
 
 # ---- probes -------------------------------------------------------------------------------------
