@@ -29,7 +29,7 @@ __all__ = [
 
 Draws: TypeAlias = NDArray[np.float64]
 
-CHAINS_DIFFER = 0.05  # chance of the chain means' spread below which it gives the error bar
+CHAINS_DIFFER = 0.1  # chance of the chain means' spread below which it gives the error bar
 MIN_DRAWS = 4  # arviz-stats' least length for an autocorrelation
 BIAS_CAUTION = 0.05  # predicted bias relative to the estimate that is still fine
 
@@ -78,7 +78,7 @@ def describe(draws: Draws) -> Description:
     """Mean, standard error, effective draws and split R-hat of draws of healthy chains.
 
     The error comes from the draws' autocorrelation, unless the chain means spread wider than that
-    allows (chance below 5 %): a slow movement below the noise of the draws is invisible to the
+    allows (chance below 10 %): a slow movement below the noise of the draws is invisible to the
     autocorrelation, but not to independent chains. Their spread then gives the error.
 
     With fewer than 4 draws a chain there is no autocorrelation to estimate: the standard error

@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import cloudpickle
@@ -133,12 +132,7 @@ class ChainLoader:
     def __enter__(self) -> ChainLoader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _new_order(self, chain: int, role: Role) -> Order:
