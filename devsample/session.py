@@ -295,8 +295,10 @@ def run_chain(
 @contextlib.contextmanager
 def _plain_mode(device: torch.device) -> Iterator[None]:
     """The modes of a new process, whatever the caller has switched on around the call."""
-    off = torch.autocast(device.type, enabled=False)
-    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), off:
+    no_autocast = torch.autocast(device.type, enabled=False)
+    elsewhere = torch.get_default_device().type != "cpu"  # a mode costs time at every call of torch
+    on_cpu = torch.device("cpu") if elsewhere else contextlib.nullcontext()
+    with torch.inference_mode(False), torch.enable_grad(), on_cpu, no_autocast:
         yield
 
 
