@@ -293,10 +293,14 @@ def _threads(threads: object, num_chains: int) -> int:
 def _check_run_dir(run_dir: object) -> Path | None:
     if run_dir is None:
         return None
-    if not isinstance(run_dir, (str, os.PathLike)):
+    if not isinstance(run_dir, (str, os.PathLike)) or not os.fspath(run_dir):
         raise InvalidArgumentError(f"run_dir: expected a path or None, got {run_dir!r}.")
-    path = Path(run_dir)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    path = Path(os.fspath(run_dir)).absolute()  # evaluate may change the working folder
+    try:
+        taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"run_dir: {run_dir!r} cannot be used: {error}.") from error
+    if taken:
         raise RunFolderError(
             f"run_dir: {path} is not empty. Give a new folder; this version does not continue a run, and "
             "nothing in the folder was changed."

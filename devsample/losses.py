@@ -42,7 +42,7 @@ def read_loss(output: Any) -> torch.Tensor:
     loss = output
     if isinstance(loss, Mapping) and "loss" in loss:
         loss = loss["loss"]
-    elif isinstance(loss, (tuple, list)) and len(loss):
+    elif isinstance(loss, tuple) and len(loss):
         loss = loss[0]
     elif not isinstance(loss, torch.Tensor) and getattr(loss, "loss", None) is not None:
         loss = loss.loss

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from devsample.data.batches import opened
 from devsample.data.worker import seed_global_generators
 from devsample.errors import DevsampleError, EvaluateError
 from devsample.flat import FlatParameters
-from devsample.losses import read_loss
+from devsample.losses import default_evaluate, read_loss
 from devsample.seeds import ChainKey, Role, stream_seed
 from devsample.types import EvaluateFn
 
@@ -31,6 +32,7 @@ class Objective:
         train_mode: leave dropout and batch norm in training mode.
         autocast_dtype: run forward passes under autocast with this dtype.
         seeded: seed the global generators for every micro-batch, for an ``evaluate`` that uses them.
+        needs_grad: ``evaluate`` differentiates itself, so it always runs with grad enabled.
     """
 
     def __init__(
@@ -42,18 +44,30 @@ class Objective:
         train_mode: bool = False,
         autocast_dtype: torch.dtype | None = None,
         seeded: bool = True,
+        needs_grad: bool = False,
     ) -> None:
-        self.model, self.flat, self.seeded = model, flat, seeded
+        self.model, self.flat, self.seeded, self.needs_grad = model, flat, seeded, needs_grad
         self._evaluate = evaluate
         self._autocast_dtype = autocast_dtype
         self.touched: set[int] = set()  # positions of parameters that ever got a gradient
         model.train(train_mode)
-        self.buffers = {name: value.detach().clone() for name, value in model.named_buffers()}
+        self._buffers = [
+            (
+                module,
+                dict(module._buffers),
+                [one if one is None else one.detach().clone() for one in module._buffers.values()],
+            )
+            for module in model.modules()
+        ]
 
     def reset_buffers(self) -> None:
-        """Give the model's buffers (running statistics) the values they have at w*."""
-        for name, value in self.model.named_buffers():
-            value.detach().copy_(self.buffers[name])
+        """Give the model the buffers (running statistics, caches) that it has at w*."""
+        for module, held, values in self._buffers:
+            module._buffers.clear()
+            module._buffers.update(held)
+            for buffer, value in zip(held.values(), values, strict=True):
+                if buffer is not None and value is not None:
+                    buffer.detach().resize_(value.shape).copy_(value)
 
     def loss_and_gradient(
         self, gradient: torch.Tensor, batches: Sequence[Batch], key: ChainKey, step: int
@@ -70,7 +84,7 @@ class Objective:
                     "was given. Use its `model` argument, without torch.no_grad() or .item()."
                 )
             scaled = loss if share == 1 else loss * share
-            parts = torch.autograd.grad(scaled, self.flat.parameters, allow_unused=True)
+            parts = self._gradients(scaled)
             if len(self.touched) < len(parts):
                 self.touched.update(n for n, part in enumerate(parts) if part is not None)
             self.flat.gather(parts, gradient, add=micro > 0)
@@ -79,9 +93,23 @@ class Objective:
         assert value is not None
         return value
 
-    @torch.no_grad()
+    def _gradients(self, loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        try:
+            return torch.autograd.grad(loss, self.flat.parameters, allow_unused=True)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise EvaluateError(
+                f"the loss that evaluate returned has no gradient: {error} Return the loss itself; do not "
+                "call backward, and do not change requires_grad or the weights."
+            ) from error
+
     def loss(self, batches: Sequence[Batch], key: ChainKey, step: int) -> torch.Tensor:
-        """Loss at the current point, without a gradient."""
+        """Loss at the current point, detached."""
+        with torch.set_grad_enabled(self.needs_grad):
+            return self._loss(batches, key, step).detach()
+
+    def _loss(self, batches: Sequence[Batch], key: ChainKey, step: int) -> torch.Tensor:
         total = sum(count for count, _ in batches)
         parts = [
             self._forward(data, key, step, micro) * (count / total)
@@ -97,11 +125,14 @@ class Objective:
                 torch.cuda.manual_seed(seed)
         try:
             with self._autocast():
-                return read_loss(self._evaluate(self.model, data))
+                return read_loss(self._evaluate(self.model, opened(data)))
         except (DevsampleError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise EvaluateError(f"evaluate raised {type(error).__name__}: {error}") from error
+            called = "evaluate raised"
+            if self._evaluate is default_evaluate:
+                called = "evaluate was not given, so the model was called with the batch, which raised"
+            raise EvaluateError(f"{called} {type(error).__name__}: {error}") from error
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast_dtype is None:

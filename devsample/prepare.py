@@ -61,13 +61,14 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
     everything = _objective(setting, setting.masks)
     random_evaluate = _try_evaluate(everything, steps, setting.key)
     everything.seeded = random_evaluate
+    everything.needs_grad = _needs_grad(everything, steps[0], setting.key)
     init_loss, init_loss_se = _center_loss(everything, served, setting, count == loader.num_samples)
     everything.reset_buffers()
     touched = [name for number, name in enumerate(everything.flat.names()) if number in everything.touched]
     if not touched:
         raise EvaluateError("no moving parameter gets a gradient from evaluate(model, batch).")
     objective = _objective(setting, {name: setting.masks[name] for name in touched})
-    objective.seeded = random_evaluate
+    objective.seeded, objective.needs_grad = random_evaluate, everything.needs_grad
     center = objective.flat.read()
     objective.flat.point_to(center)
     check_loss = _check_loss(objective, steps[0], setting.key, run.train_mode)
@@ -81,6 +82,7 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
         unused=tuple(name for name in everything.flat.names() if name not in touched),
         num_moving=objective.flat.size,
         uses_randomness=random_evaluate,
+        needs_grad=objective.needs_grad,
         check_loss=check_loss,
         **decided,
     )
@@ -124,6 +126,15 @@ def _try_evaluate(objective: Objective, steps: Sequence[Sequence[Batch]], key: C
                 "Check the weights and evaluate(model, batch)."
             )
     return random_evaluate
+
+
+def _needs_grad(objective: Objective, batches: Sequence[Batch], key: ChainKey) -> bool:
+    """Whether evaluate, which has worked with grad enabled, fails without."""
+    try:
+        objective.loss(batches, key, 0)
+    except EvaluateError:
+        return True
+    return False
 
 
 def _check_loss(objective: Objective, batches: Sequence[Batch], key: ChainKey, train_mode: bool) -> float:

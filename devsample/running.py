@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import cloudpickle
 import numpy as np
@@ -20,26 +20,21 @@ import torch
 from devsample import ambient, errors
 from devsample.arguments import Plan
 from devsample.callbacks import merge_state
+from devsample.caller import check_center_loss
 from devsample.chain import RECORD
 from devsample.checkpoints import write_json
-from devsample.data.batches import to_device
-from devsample.data.worker import seed_global_generators
 from devsample.errors import (
     AllChainsFailedError,
     ChainProcessError,
     DevsampleError,
-    ModelError,
     RunFolderError,
 )
 from devsample.executors.inline import InlineExecutor
 from devsample.executors.processes import ProcessExecutor
 from devsample.executors.progress import Progress
 from devsample.executors.supervisor import supervise
-from devsample.losses import read_loss
-from devsample.objective import preserved_process_state
-from devsample.payload import Skeleton, home_device, pack_model, pack_parts, unwrap, write_payload
+from devsample.payload import Skeleton, home_device, pack_model, pack_parts, write_payload
 from devsample.records import read_records
-from devsample.seeds import Role, stream_seed
 from devsample.serialize import pack, save_storages
 from devsample.session import LocalObjects
 from devsample.specs import Prepared
@@ -48,8 +43,8 @@ from devsample.types import ChainOutcome, Event, Executor, Job, Outcome, Task
 if TYPE_CHECKING:
     import pandas as pd
 
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-_HALF_TOLERANCE = 3e-2
+
+_INPUTS = ("weights.safetensors", "data.safetensors", "payload.bin", "prepared.json", "manifest.json")
 
 
 @dataclass
@@ -72,6 +67,10 @@ def carry_out(plan: Plan) -> Finished:
         executor = plan.executor or (ProcessExecutor() if plan.in_processes else InlineExecutor())
         run = _Run(plan, folder, executor)
         try:
+            if plan.verbose and plan.in_processes:
+                workers = plan.parts.loader_spec.num_workers
+                slots = f"starting {len(plan.slots)} chain processes"
+                sys.stderr.write(f"{slots}, {workers} loader workers each\n")
             executor.open(job, plan.slots, run.on_event)
             prepared = run.prepare()
             run.sample(prepared)
@@ -113,8 +112,11 @@ class _Run:
             raise _as_error(outcome)
         batch = outcome.prepared.pop("check_batch")
         prepared = Prepared.from_dict(outcome.prepared)
-        if batch:
-            _check_center_loss(self._plan, prepared, batch)
+        plan = self._plan
+        same_kind = home_device(plan.model).type == torch.device(plan.slots[0]).type
+        if batch and same_kind:  # else other kernels and random streams
+            loaded = cloudpickle.loads(batch)
+            check_center_loss(plan.model, plan.parts, loaded, prepared, plan.threads)
         _write_manifest(self._plan, self._folder, prepared, "running", {})
         return prepared
 
@@ -194,7 +196,13 @@ def _run_folder(plan: Plan) -> Iterator[Path]:
             plan.run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunFolderError(f"run_dir: {plan.run_dir} cannot be made: {error}.") from error
-        yield plan.run_dir
+        try:
+            yield plan.run_dir
+        except BaseException:
+            if not (plan.run_dir / "chains").exists():  # nothing was drawn: the folder can be used again
+                for name in _INPUTS:
+                    (plan.run_dir / name).unlink(missing_ok=True)
+            raise
         return
     folder = Path(tempfile.mkdtemp(prefix="devsample-"))
     try:
@@ -217,49 +225,12 @@ def _write_inputs(plan: Plan, folder: Path) -> Job:
     return Job(folder, write_payload(folder, parts), plan.threads)
 
 
-def _check_center_loss(plan: Plan, prepared: Prepared, batch: bytes) -> None:
-    """The loss at w* on one batch must be what the caller's own model gives."""
-    home = home_device(plan.model)
-    if home.type != torch.device(plan.slots[0]).type:
-        return  # another device, other kernels and random streams
-    loss = _caller_loss(plan, cloudpickle.loads(batch), home)
-    half = plan.parts.run.autocast_dtype is not None
-    dtype = next((one.dtype for one in plan.model.parameters()), torch.float32)
-    tolerance = _HALF_TOLERANCE if half else _TOLERANCE.get(dtype, _HALF_TOLERANCE)
-    if abs(loss - prepared.check_loss) > tolerance * max(abs(loss), 1e-3):
-        raise ModelError(
-            f"the loss at w* is {prepared.check_loss:.8g} in the chain but {loss:.8g} with your model on the "
-            "same batch. Something that the loss depends on did not travel with the model: a global, a "
-            "cached tensor outside the module, or an evaluate that is random."
-        )
-
-
-def _caller_loss(plan: Plan, batch: Any, home: torch.device) -> float:
-    model = unwrap(plan.model)
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    key = plan.parts.run.keys()[0]
-    dtype = plan.parts.run.autocast_dtype
-    with preserved_process_state(), torch.no_grad():
-        try:
-            torch.set_num_threads(plan.threads)
-            model.eval()
-            seed_global_generators(stream_seed(key, Role.MODEL, 0, 0))
-            with torch.autocast(home.type, dtype=dtype, enabled=dtype is not None):
-                return float(read_loss(plan.parts.evaluate(model, to_device(batch, home))))
-        finally:
-            for module, training in modes:
-                module.training = training
-            for buffer, value in buffers:
-                buffer.copy_(value)
-
-
 def _settings_line(prepared: Prepared) -> str:
     """What was decided, in two lines."""
-    text = f"n = {prepared.num_samples}, nbeta = {prepared.nbeta:.5g} ({prepared.nbeta_rule}"
+    text = f"n = {prepared.num_samples}, nbeta = {prepared.nbeta:.5g} ({prepared.nbeta_rule})"
     if prepared.nbeta_rule == "n/ln n" and prepared.nbeta_batch is not None:
-        text += f'; devinterp\'s default would be {prepared.nbeta_batch:.5g}: nbeta="batch"'
-    text += f")\nlr = {prepared.lr:.3g}, localization = {prepared.localization:.3g}"
+        text += f'; devinterp\'s rule, nbeta="batch": {prepared.nbeta_batch:.5g}'
+    text += f"\nlr = {prepared.lr:.3g}, localization = {prepared.localization:.3g}"
     if prepared.curvature is not None:
         text += f", burn-in = {prepared.num_burnin_steps}"
         text += f" (chosen from the largest curvature, {prepared.curvature:.3g})"

@@ -21,6 +21,7 @@ import cloudpickle
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.utils.parametrize import is_parametrized
 
 from devsample.errors import NotPicklableError
 
@@ -73,7 +74,7 @@ def unpack(
 def save_storages(storages: Sequence[torch.UntypedStorage], path: Path) -> None:
     """Write storages to a safetensors file, beside it first and then renamed."""
     tensors = {
-        str(index): torch.empty(0, dtype=torch.uint8).set_(_on_cpu(storage))
+        str(index): torch.empty(0, dtype=torch.uint8, device="cpu").set_(_on_cpu(storage))
         for index, storage in enumerate(storages)
     }
     temporary = path.with_name(path.name + ".tmp")
@@ -120,6 +121,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.storages: list[torch.UntypedStorage] = []
         self._tensors: list[torch.Tensor] = []  # ids stay valid while they live
         self._numbers: dict[int, int] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.nn.Module) and is_parametrized(obj):  # refuses to be pickled as a whole
+            return _blank, (type(obj),), obj.__dict__
+        return super().reducer_override(obj)
 
     def dumps(self, obj: Any) -> bytes:
         self.dump(obj)
@@ -208,11 +214,18 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[number]
 
 
+def _blank(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    module = kind.__new__(kind)
+    torch.nn.Module.__init__(module)
+    return module
+
+
 def _check_tensor(tensor: torch.Tensor) -> None:
     """Refuse tensors that would silently become something else on the other side."""
     if tensor.requires_grad and not tensor.is_leaf:
         raise NotPicklableError(
-            "is a non-leaf tensor that requires grad; its graph cannot travel. Use .detach()."
+            "is a non-leaf tensor that requires grad; its graph cannot travel. Use .detach(); after pruning "
+            "or the old weight norm, prune.remove or remove_weight_norm."
         )
     if isinstance(tensor, UninitializedTensorMixin):
         raise NotPicklableError("is a lazy parameter without values; run one forward pass first.")

@@ -165,6 +165,7 @@ class Session:
             train_mode=parts.run.train_mode,
             autocast_dtype=parts.run.autocast_dtype,
             seeded=prepared.uses_randomness,
+            needs_grad=prepared.needs_grad,
         )
         rows = [self._row(chain) for chain in chains]
         for row in rows:
@@ -187,7 +188,9 @@ class Session:
             served = self._loader.serve(group.requests())
             group.run(served)
             group.save()
-            return self._probe(group, served) if all(row.alive for row in group.rows) else {}
+            with contextlib.suppress(Exception):  # the draws are there; the measurement is an extra
+                return self._probe(group, served) if all(row.alive for row in group.rows) else {}
+            return {}
         finally:  # the next group starts from the same model
             group.objective.flat.point_to(group.center)
             group.objective.reset_buffers()
@@ -309,8 +312,21 @@ def failed(task: Task, error: Exception) -> Outcome:
         tuple(failed_chain(chain, error, task.attempt) for chain in task.chains),
         error=str(error) if isinstance(error, DevsampleError) else short_error(error),
         error_type=type(error).__name__,
-        traceback="".join(traceback.format_exception(error)),
+        traceback=_root_traceback(error),
     )
+
+
+def _root_traceback(error: BaseException) -> str:
+    """The traceback of the first cause, from where it left this package's code."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    package = str(Path(__file__).parent)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(package):
+        trace = trace.tb_next
+    if trace is None and isinstance(error, DevsampleError):
+        return ""  # the message says it all
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__, chain=False))
 
 
 def failed_chain(chain: int, error: Exception, attempt: int) -> ChainOutcome:
@@ -320,7 +336,7 @@ def failed_chain(chain: int, error: Exception, attempt: int) -> ChainOutcome:
         "failed",
         attempt=attempt,
         message=f"{type(error).__name__}: {error}",
-        traceback="".join(traceback.format_exception(error)),
+        traceback=_root_traceback(error),
     )
 
 

@@ -82,6 +82,7 @@ class Prepared:
         unused: names of parameters that should move, but never get a gradient: they stay.
         num_moving: P, how many entries move.
         uses_randomness: whether ``evaluate`` reads torch's, numpy's or random's global state.
+        needs_grad: whether ``evaluate`` itself differentiates, so that it cannot run without grad.
         gradient_noise: tr Cov of a step's gradient at w*.
         hessian_trace: tr of the Hessian at w* (Euler steps only).
         curvature: largest curvature that ``auto`` found, else None.
@@ -101,6 +102,7 @@ class Prepared:
     unused: tuple[str, ...]
     num_moving: int
     uses_randomness: bool
+    needs_grad: bool
     gradient_noise: float
     hessian_trace: float | None
     curvature: float | None

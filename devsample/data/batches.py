@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
         moved = {one.name: to_device(getattr(batch, one.name), device) for one in dataclasses.fields(batch)}
         return dataclasses.replace(batch, **{n: v for n, v in moved.items() if _is_init(batch, n)})
     return batch
+
+
+def opened(batch: Any) -> Any:
+    """A shallow copy of a container, so that who takes things out of it leaves the batch whole."""
+    return copy.copy(batch) if isinstance(batch, (MutableMapping, list)) else batch
 
 
 def _like_mapping(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:

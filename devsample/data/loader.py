@@ -66,6 +66,7 @@ class ChainLoader:
             seed_global_generators(self._dataset_seed)
             dataset = spec.make_dataset()
         self.num_samples = spec.sample_count(dataset)
+        self._num_items = spec.item_count(dataset)
         self._seeded = not (type(dataset) is TensorDataset and spec.collate_fn in (None, default_collate))
         if spec.num_workers > 0:
             self._resources.enter_context(worker_server(spec.multiprocessing_context))
@@ -82,11 +83,9 @@ class ChainLoader:
         ]
 
     def full_pass(self, count: int) -> list[BatchRequest]:
-        """Requests that cover samples 0 … ``count − 1`` once (evenly spread if not all)."""
-        if count >= self.num_samples:
-            indices = list(range(self.num_samples))
-        else:
-            indices = np.linspace(0, self.num_samples - 1, count).astype(np.int64).tolist()
+        """Requests that cover ``count`` items once, evenly spread over the data set if not all."""
+        count = min(count, self._num_items)
+        indices = np.linspace(0, self._num_items - 1, count).round().astype(np.int64).tolist()
         size = self._micro_size
         pieces = [indices[start : start + size] for start in range(0, len(indices), size)]
         return [
@@ -138,9 +137,9 @@ class ChainLoader:
     def _new_order(self, chain: int, role: Role) -> Order:
         size, key = self._micro_size * self._accumulate, self._keys[chain]
         if role in _SEPARATE_ROLES:
-            order = sliced(IndexBlocks(key, role, self.num_samples, size), self._micro_size)
+            order = sliced(IndexBlocks(key, role, self._num_items, size), self._micro_size)
         else:
-            order = make_order(self.spec, key, self.num_samples, self._micro_size, self._accumulate)
+            order = make_order(self.spec, key, self._num_items, self._micro_size, self._accumulate)
         self._orders[chain, role] = order
         return order
 
@@ -201,6 +200,9 @@ class ChainLoader:
         """Call into the loader; whatever goes wrong there is named."""
         try:
             return call()
+        except LoaderWorkerError as error:
+            own = str(error).partition("LoaderWorkerError: ")[2]  # without the traceback around it
+            raise LoaderWorkerError(own or str(error)) from None
         except (StopIteration, LoaderError, KeyboardInterrupt):
             raise
         except _LOST_WORKER as error:
@@ -233,10 +235,9 @@ class ChainLoader:
         ]
         if not dead:
             return LoaderError(f"the loader raised {type(error).__name__}: {error}")
-        named = LoaderWorkerError(
-            f"{'; '.join(dead)}. If memory ran out, lower num_workers, prefetch_factor or batch_size. "
-            f"({error})"
-        )
+        killed = any("killed" in one for one in dead)
+        hint = " If memory ran out, lower num_workers, prefetch_factor or batch_size." if killed else ""
+        named = LoaderWorkerError(f"{'; '.join(dead)}.{hint} ({error})")
         named.lost = True
         return named
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import copy
+import itertools
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -89,9 +91,7 @@ class _UserSampler(abc.ABC):
     """The user's sampler, epoch by epoch, its random state keyed by (seed, chain, epoch)."""
 
     def __init__(self, sampler: Any, key: ChainKey) -> None:
-        self._sampler, self._key = copy.copy(sampler), key  # the user's own stays as it is
-        if hasattr(sampler, "sampler"):
-            self._sampler.sampler = copy.copy(sampler.sampler)
+        self._sampler, self._key = _own_copy(sampler), key  # the user's own stays as it is
         self._first_step, self._epoch = 0, -1
         self._steps: list[Any] = []
 
@@ -109,13 +109,10 @@ class _UserSampler(abc.ABC):
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(self._epoch)
         for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
-            if sampler is not None and isinstance(
-                getattr(sampler, "generator", self), torch.Generator | None
-            ):
-                sampler.generator = torch.Generator().manual_seed(seed)
+            _rekey(sampler, seed)
         with preserved_global_generators():
             seed_global_generators(seed)
-            drawn = list(self._sampler)
+            drawn = list(itertools.islice(self._sampler, len(self._sampler)))  # some never end
         if not drawn:
             raise LoaderError("loader_spec: the sampler gave nothing; a chain needs at least one batch.")
         return drawn
@@ -123,6 +120,29 @@ class _UserSampler(abc.ABC):
     @abc.abstractmethod
     def _cut(self, drawn: list[Any]) -> list[Any]:
         """Steps of an epoch."""
+
+
+def _own_copy(sampler: Any) -> Any:
+    """A deep copy, but for the data that it may refer to."""
+    inner = (sampler, getattr(sampler, "sampler", None))
+    data = [getattr(one, "data_source", None) for one in inner]
+    try:
+        return copy.deepcopy(sampler, {id(one): one for one in data if one is not None})
+    except Exception:  # it holds what cannot be copied
+        return copy.copy(sampler)
+
+
+def _rekey(sampler: Any, seed: int) -> None:
+    """Give every generator that a sampler holds the state that ``seed`` stands for."""
+    for name, value in getattr(sampler, "__dict__", {}).items():
+        if isinstance(value, torch.Generator) or (name == "generator" and value is None):
+            setattr(sampler, name, torch.Generator().manual_seed(seed))
+        elif isinstance(value, np.random.Generator):
+            setattr(sampler, name, np.random.Generator(type(value.bit_generator)(seed)))
+        elif isinstance(value, np.random.RandomState):
+            setattr(sampler, name, np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32]))
+        elif isinstance(value, random.Random):
+            setattr(sampler, name, random.Random(seed))
 
 
 class _UserOrder(_UserSampler):

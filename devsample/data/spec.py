@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from devsample.errors import FeatureNotAvailableError, InvalidArgumentError, LoaderError
 from devsample.machine import default_worker_start_method
-from devsample.serialize import Packed, pack
+from devsample.serialize import Packed, pack, type_name
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -41,7 +41,7 @@ REMEDY = (
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LoaderSpec:
     """A recipe for a DataLoader: a data set, or a function that makes it, and DataLoader keywords.
 
@@ -63,7 +63,8 @@ class LoaderSpec:
         sampling: "iid" (the default), "epoch" (a new permutation per epoch and chain) or
             "sequential" (data order). With the last two the recorded losses are read on separate
             iid batches, since a loss read on the batch just fitted is biased.
-        num_samples: n, the number of samples, where the data set has no ``len``.
+        num_samples: n, the number of samples, where the data set has no ``len`` or its items are
+            batches.
         shuffle: True means iid. False is refused: say ``sampling="sequential"``.
         sampler: a sampler object; keeps its order. Its random state is keyed by (seed, chain).
         batch_sampler: a sampler of lists of indices; keeps its order.
@@ -122,6 +123,8 @@ class LoaderSpec:
     def __post_init__(self) -> None:
         self._check_factory_arguments()
         self._check_numbers()
+        if self.batch_size is None and self.drop_last:
+            raise InvalidArgumentError("drop_last: has no meaning with batch_size=None; drop it.")
         self._check_dataset()
         self._check_order()
         self._check_workers()
@@ -224,6 +227,13 @@ class LoaderSpec:
         """n: ``num_samples`` if given, else the length of the data set."""
         return self.num_samples if self.num_samples is not None else len(dataset)
 
+    def item_count(self, dataset: Any) -> int:
+        """How many items the data set has; the samples, unless an item is a batch."""
+        try:
+            return len(dataset)
+        except (TypeError, NotImplementedError):
+            return self.sample_count(dataset)
+
     def packed(self) -> Packed:
         """The spec as bytes and tensor storages.
 
@@ -231,6 +241,18 @@ class LoaderSpec:
             NotPicklableError: naming the path of what cannot be sent to a chain process.
         """
         return pack(_Plain(self), "loader_spec", remedy=REMEDY)
+
+    def __repr__(self) -> str:
+        shown = [
+            self.dataset.__qualname__
+            if hasattr(self.dataset, "__qualname__")
+            else f"<{type_name(self.dataset)}>"
+        ]
+        for one in dataclasses.fields(self)[1:]:
+            value = getattr(self, one.name)
+            if one.repr and value != one.default and value not in ((), {}):
+                shown.append(f"{one.name}={value!r}")
+        return f"LoaderSpec({', '.join(shown)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
@@ -261,6 +283,10 @@ class LoaderSpec:
         if self.is_factory and not callable(self.dataset):
             raise InvalidArgumentError(
                 f"dataset: expected a map-style data set or a function that makes one, got {self.dataset!r}."
+            )
+        if isinstance(self.dataset, tuple) and all(isinstance(one, torch.Tensor) for one in self.dataset):
+            raise InvalidArgumentError(
+                "dataset: a tuple of tensors is no data set; use torch.utils.data.TensorDataset(*tensors)."
             )
         if not self.is_factory and (self.dataset_args or self.dataset_kwargs):
             raise InvalidArgumentError(
@@ -298,8 +324,18 @@ class LoaderSpec:
                 f"{where} a {type(dataset).__name__} without a length, "
                 "but n enters the estimate: give num_samples=n."
             ) from error
-        if count < 1:
+        items = self.item_count(dataset)
+        if items < 1:
             raise InvalidArgumentError(f"{where} an empty {type(dataset).__name__}.")
+        if self.batch_size is None and self.num_samples is None:
+            raise InvalidArgumentError(
+                "num_samples: with batch_size=None an item is a batch, so n cannot be counted; give "
+                "num_samples=n, the samples in all items."
+            )
+        if self.batch_size is not None and count != items:
+            raise InvalidArgumentError(
+                f"num_samples: {count} is not the length of the data set, {items}; leave it out."
+            )
 
     def _check_numbers(self) -> None:
         for name, lowest in (
@@ -346,8 +382,6 @@ class LoaderSpec:
             raise InvalidArgumentError(
                 "batch_sampler: mutually exclusive with batch_size and drop_last; drop those."
             )
-        if self.batch_size is None and self.drop_last:
-            raise InvalidArgumentError("drop_last: has no meaning with batch_size=None; drop it.")
 
     def _check_sampler(self, name: str, sampler: Any) -> None:
         if sampler is None:

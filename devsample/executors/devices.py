@@ -33,7 +33,8 @@ def slot_devices(
     """
     for name, value in (("devices", devices), ("gpu_idxs", gpu_idxs), ("cores", cores)):
         if isinstance(value, str) or (name != "cores" and not isinstance(value, Sequence | None)):
-            raise InvalidArgumentError(f"{name}: expected a list, got {value!r}.")
+            wanted = "an integer ≥ 1 or a list of devices" if name == "cores" else "a list"
+            raise InvalidArgumentError(f"{name}: expected {wanted}, got {value!r}.")
     if isinstance(cores, (list, tuple)):
         if not cores:
             raise InvalidArgumentError("cores: the list of devices is empty.")

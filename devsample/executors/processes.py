@@ -128,7 +128,7 @@ class ProcessExecutor:
                 elif kind == "outcome":
                     slot.task = None
                     outcomes.append(content[0])
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # also a message that was cut off
             slot.process.join(_GRACE_SECONDS)
             return False
         return slot.process.is_alive()

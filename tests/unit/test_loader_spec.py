@@ -106,6 +106,7 @@ NUMBERS = Numbers()
         (NUMBERS, {"batch_size": 2.0}, r"batch_size: expected an integer ≥ 1, got 2\.0"),
         (NUMBERS, {"batch_size": True}, r"batch_size: expected an integer ≥ 1, got True"),
         (NUMBERS, {"num_samples": 0}, r"num_samples: expected an integer ≥ 1"),
+        (NUMBERS, {"num_samples": 11}, r"num_samples: 11 is not the length of the data set, 10"),
         (NUMBERS, {"num_workers": -1}, r"num_workers: expected an integer ≥ 0, got -1"),
         (NUMBERS, {"num_workers": None}, r"num_workers: expected an integer ≥ 0, got None"),
         (NUMBERS, {"num_workers": 1, "prefetch_factor": 0}, r"prefetch_factor: expected an integer ≥ 1"),
@@ -125,7 +126,8 @@ NUMBERS = Numbers()
         (NUMBERS, {"sampler": Endless()}, r"sampler: Endless needs a __len__"),
         (NUMBERS, {"batch_sampler": [[1]], "batch_size": 2}, r"batch_sampler: mutually exclusive with batch"),
         (NUMBERS, {"batch_sampler": [[1]], "drop_last": True}, r"batch_sampler: mutually exclusive with"),
-        (NUMBERS, {"batch_size": None, "drop_last": True}, r"drop_last: has no meaning with batch_size=None"),
+        (NUMBERS, {"batch_size": None}, r"num_samples: with batch_size=None an item is a batch"),
+        (NUMBERS, {"batch_size": None, "num_samples": 9, "drop_last": True}, r"drop_last: has no meaning"),
         (NUMBERS, {"num_workers": 1, "multiprocessing_context": "thread"}, r"multiprocessing_context: expec"),
         (NUMBERS, {"num_workers": 1, "multiprocessing_context": 3}, r"multiprocessing_context: expected"),
         (NUMBERS, {"worker_dataset": "copy"}, r'worker_dataset: expected "auto"'),
@@ -253,7 +255,7 @@ def test_another_batch_sampler_is_kept():
 
 
 def test_items_that_are_batches_are_kept():
-    spec = LoaderSpec.from_dataloader(DataLoader(NUMBERS, batch_size=None))
+    spec = LoaderSpec.from_dataloader(DataLoader(NUMBERS, batch_size=None), num_samples=30)
     assert spec.batch_size is None
 
 
@@ -492,7 +494,7 @@ def test_an_item_can_be_a_batch():
         def __getitem__(self, index):
             return {"x": np.full((3,), index), "size": 3}
 
-    spec = LoaderSpec(Batches(4), batch_size=None)
+    spec = LoaderSpec(Batches(4), batch_size=None, num_samples=12)
     for batch in spec.build(num_steps=3):
         assert batch["x"].shape == (3,)
         assert isinstance(batch["x"], torch.Tensor)  # as DataLoader converts it

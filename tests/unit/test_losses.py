@@ -39,7 +39,6 @@ class Result:
         torch.tensor([[2.0], [3.0]]),
         torch.tensor([2.5]),
         (LOSS, {"accuracy": 0.5}),
-        [LOSS, 1, 2],
         (torch.tensor([2.0, 3.0]), None),
         {"loss": LOSS, "logits": None},
         {"loss": torch.tensor([2.0, 3.0])},
@@ -76,6 +75,7 @@ def test_the_dtype_of_a_loss_is_kept(dtype):
         (torch.tensor(3), "Tensor"),
         (torch.tensor([]), "Tensor"),
         ((), "tuple"),
+        ([LOSS, LOSS], "list"),  # losses of samples, or a loss and something else?
         ((2.5, LOSS), "tuple"),
         ({"logits": LOSS}, "dict"),
         ({"loss": None}, "dict"),
@@ -119,11 +119,16 @@ def test_n_over_ln_n(data, rule):
     assert nbeta_for(data, rule) == pytest.approx(N_OVER_LOG, rel=1e-12)
 
 
+class Lengthless:
+    def __getitem__(self, index):
+        return torch.zeros(2)
+
+
 @pytest.mark.parametrize(
     "spec",
     [
         LoaderSpec(lambda: DATA, batch_size=4),
-        LoaderSpec(TensorDataset(torch.zeros(20, 2)), num_samples=1000),
+        LoaderSpec(TensorDataset(torch.zeros(20, 2)), batch_size=None, num_samples=1000),
     ],
     ids=["factory", "num_samples"],
 )

@@ -98,7 +98,12 @@ def test_nbeta_of_a_batch_sampler_is_that_of_its_batches():
 
 
 def test_n_is_num_samples_where_it_is_given():
-    prepared = measure(Bowl(H, W), BOWL, batch_size=8, num_samples=40)
+    class Lengthless:
+        def __getitem__(self, index):
+            return BOWL[index]
+
+    prepared = measure(Bowl(H, W), Lengthless(), batch_size=8, num_samples=40)
+    assert prepared.init_loss == pytest.approx(exact_loss(W, X[:40]), rel=1e-12)
     assert prepared.num_samples == 40
     assert prepared.nbeta == pytest.approx(40 / math.log(40))
 
