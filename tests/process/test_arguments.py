@@ -324,7 +324,7 @@ def test_a_bad_field_of_a_spec_is_named(bad: dict[str, Any], words: tuple[str, .
         (lambda model, batch: squared_error(model, batch).detach(), ("does not depend", "model")),
         (lambda model, batch: squared_error(linear_model(), batch), ("moving parameter",)),
         (lambda model: 1.0, ("TypeError", "2 were given")),
-        (None, ("evaluate raised", "TypeError")),
+        (None, ("evaluate was not given", "TypeError")),
     ],
     ids=[
         "a number", "an item", "nothing", "no loss key", "an integer", "detached",
