@@ -43,6 +43,7 @@ class Row:
     writer: RecordWriter
     draws: int = 0
     diverged_at: int | None = None
+    note: str = ""
 
     @property
     def alive(self) -> bool:

@@ -188,9 +188,12 @@ class Session:
             served = self._loader.serve(group.requests())
             group.run(served)
             group.save()
-            with contextlib.suppress(Exception):  # the draws are there; the measurement is an extra
+            try:  # the draws are there; the measurement is an extra
                 return self._probe(group, served) if all(row.alive for row in group.rows) else {}
-            return {}
+            except Exception as error:
+                for row in group.rows:
+                    row.note = f"its gradient noise could not be measured ({short_error(error)})"
+                return {}
         finally:  # the next group starts from the same model
             group.objective.flat.point_to(group.center)
             group.objective.reset_buffers()
@@ -238,6 +241,7 @@ class Session:
             base = ChainOutcome(
                 row.chain,
                 "done",
+                message=row.note,
                 gradient_noise=noise.get("gradient_noise"),
                 hessian_trace=noise.get("hessian_trace"),
             )

@@ -68,3 +68,40 @@ def test_a_foreign_payload_is_not_read_and_nothing_is_raised(tmp_path):
     assert "is not the payload of this run" in outcome.error
     assert [(chain.status, chain.attempt) for chain in outcome.chains] == [("failed", 1)]
     assert not (tmp_path / "hacked").exists()
+
+
+def test_a_measurement_that_fails_after_the_last_draw_costs_no_chain():
+    def run(evaluate):
+        return devsample.estimate_learning_coeff_with_summary(
+            linear_model(),
+            loader_spec=devsample.LoaderSpec(linear_data(), batch_size=16),
+            evaluate=evaluate,
+            optimizer_kwargs={"lr": 1e-4, "localization": 1.0},
+            init_loss=0.0,
+            num_chains=1,
+            num_draws=40,
+            seed=0,
+            verbose=False,
+        )
+
+    calls = []
+
+    def counted(model, batch):
+        calls.append(1)
+        return squared_error(model, batch)
+
+    whole = run(counted)
+    left = len(calls) - 4  # the last calls of all are the measurement's
+
+    def fails_late(model, batch):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError("gone")
+        return squared_error(model, batch)
+
+    late = run(fails_late)
+    assert late.draws.equals(whole.draws)
+    assert late.chains["status"].tolist() == ["done"]
+    assert "could not be measured" in late.chains["message"][0]
+    assert whole.chains["message"][0] == ""
