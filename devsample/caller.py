@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from devsample.data.batches import opened, to_device
-from devsample.data.worker import seed_global_generators
+from devsample.data.generators import seed_global_generators
 from devsample.errors import ModelError
 from devsample.losses import read_loss
 from devsample.objective import preserved_process_state

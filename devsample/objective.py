@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from devsample.data.batches import opened
-from devsample.data.worker import seed_global_generators
+from devsample.data.generators import seed_global_generators
 from devsample.errors import DevsampleError, EvaluateError
 from devsample.flat import FlatParameters
 from devsample.losses import default_evaluate, read_loss

@@ -8,29 +8,19 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate, default_convert
 
 from devsample.data.batches import to_device
+from devsample.data.carriers import Carried, carry, pass_through, send
+from devsample.data.generators import preserved_global_generators, seed_global_generators
 from devsample.data.orders import Order, batch_length, make_order, sliced
-from devsample.data.spec import REMEDY, LoaderSpec
-from devsample.data.worker import (
-    BatchDataset,
-    BatchRequest,
-    Carried,
-    Rebuilt,
-    WorkerStart,
-    pass_through,
-    preserved_global_generators,
-    seed_global_generators,
-    send,
-)
-from devsample.errors import LoaderError, LoaderWorkerError, NotPicklableError
+from devsample.data.spec import LoaderSpec
+from devsample.data.worker import BatchDataset, BatchRequest, WorkerStart
+from devsample.errors import LoaderError, LoaderWorkerError
 from devsample.machine import describe_exit, hidden_main_module, worker_server
 from devsample.seeds import ChainKey, IndexBlocks, Role, stream_seed
-from devsample.serialize import pack
 
 _SEPARATE_ROLES = (Role.LOSS_ORDER, Role.PROBE_ORDER)
 _BROKEN_CONNECTION = (ConnectionError, FileNotFoundError, EOFError)
@@ -153,7 +143,9 @@ class ChainLoader:
         spec = self.spec
         batched = spec.batch_size is not None
         collate = spec.collate_fn or (default_collate if batched else default_convert)
-        source = BatchDataset(self._carry(dataset), Carried(collate), batched=batched, seeded=self._seeded)
+        source = BatchDataset(
+            carry(dataset, spec, self._dataset_seed), Carried(collate), batched=batched, seeded=self._seeded
+        )
         workers: dict[str, Any] = {}
         if spec.num_workers > 0:
             workers = {
@@ -175,22 +167,6 @@ class ChainLoader:
             generator=torch.Generator(),
             **workers,
         )
-
-    def _carry(self, dataset: Any) -> Carried:
-        """The data set in the form in which workers that are not forked get it."""
-        spec = self.spec
-        if spec.num_workers == 0 or spec.multiprocessing_context == "fork":
-            return Carried(dataset)
-        recipe = cloudpickle.dumps(spec.make_dataset) if spec.is_factory else b""
-        if spec.worker_dataset == "rebuild":
-            return Rebuilt(dataset, recipe, self._dataset_seed)
-        try:
-            pack(dataset, "dataset", remedy=REMEDY)
-        except NotPicklableError:
-            if spec.worker_dataset == "auto" and spec.is_factory:
-                return Rebuilt(dataset, recipe, self._dataset_seed)
-            raise
-        return Carried(dataset, cloudpickle.dumps(dataset))
 
     def _start(self) -> Iterator[Any]:
         live = self._live = iter(self._loader)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from devsample.data.worker import preserved_global_generators, seed_global_generators
+from devsample.data.generators import preserved_global_generators, seed_global_generators
 from devsample.errors import LoaderError
 from devsample.seeds import ChainKey, IndexBlocks, Role, philox, stream_seed
 
