@@ -118,7 +118,7 @@ class Group:
         self._pending = 0
         self._flushed = 0
         self._last_flush = self._last_checkpoint = time.monotonic()
-        self._separate = loader.spec.order != "iid"
+        self._separate = loader.order != "iid"
         self.step = 0
 
     def run(self, served: Iterator[tuple[BatchRequest, Any]]) -> None:
@@ -151,8 +151,9 @@ class Group:
         for step in range(self.schedule.total):
             for row in self.rows:
                 yield from self._loader.requests(row.chain, step)
-                if self._separate and self.schedule.draw(step) is not None:
-                    yield from self._loader.requests(row.chain, step, Role.LOSS_ORDER)
+                draw = self.schedule.draw(step)
+                if self._separate and draw is not None:
+                    yield from self._loader.requests(row.chain, step, Role.LOSS_ORDER, draw=draw)
         for row in self.rows:
             for step in range(PROBE_STEPS):
                 yield from self._loader.requests(row.chain, step, Role.PROBE_ORDER)

@@ -117,5 +117,13 @@ class UnreliableEstimateWarning(DevsampleWarning):
     """The verdict on an estimate is "reject"; the message gives the reasons."""
 
 
+class LoaderWarning(DevsampleWarning):
+    """The data pipeline works, but not in the way that its settings suggest."""
+
+
+class LargePayloadWarning(DevsampleWarning):
+    """More than 100 MB travel by value to the processes of a run; the message names what they are."""
+
+
 class CallbackStateWarning(DevsampleWarning):
     """State that a callback built in a chain process could not be brought back."""

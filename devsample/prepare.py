@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +57,8 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
         request for step in range(PROBE_STEPS) for request in loader.requests(0, step, Role.PROBE_ORDER)
     ]
     count = loader.num_samples if run.baseline == "full" else min(loader.num_samples, FULL_PASS_SAMPLES)
-    served = loader.serve(probes + (loader.full_pass(count) if run.init_loss is None else []))
+    everything_once = loader.full_pass(count) if run.init_loss is None else ()
+    served = loader.serve(itertools.chain(probes, everything_once))
     steps = _collect(served, len(probes))
     everything = _objective(setting, setting.masks)
     random_evaluate = _try_evaluate(everything, steps, setting.key)

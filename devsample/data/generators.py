@@ -1,17 +1,27 @@
-"""The process's own random generators: torch's on the CPU, numpy's and Python's."""
+"""Random generators: the process's own (torch's on the CPU, numpy's, Python's), and those of objects."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import itertools
 import random
+from collections import deque
+from collections.abc import Sequence
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+
+_numpy: Any = np.random  # the legacy global generator, which is what users' augmentation draws from
+_TWISTER_BYTES = 4 * 624 + 4  # the Mersenne twister's words and its position
 
 
 def seed_global_generators(seed: int) -> None:
     """Seed torch, numpy and random of this process from one 64-bit number."""
     torch.default_generator.manual_seed(seed)
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # noqa: NPY002 - the global one is what users use
+    _numpy.seed(seed >> 32)
     random.seed(seed)
 
 
@@ -20,10 +30,118 @@ class preserved_global_generators:  # noqa: N801 - reads as a statement
 
     def __enter__(self) -> None:
         self._torch = torch.default_generator.get_state()
-        self._numpy = np.random.get_state()  # noqa: NPY002 - the global one is what is kept
         self._random = random.getstate()
+        self._numpy = _SetAside()
 
     def __exit__(self, *_: object) -> None:
+        self._numpy.put_back()
         torch.default_generator.set_state(self._torch)
-        np.random.set_state(self._numpy)  # noqa: NPY002
         random.setstate(self._random)
+
+
+class _SetAside:
+    """numpy's global bit generator, out of the way while another one stands in for it.
+
+    That is cheaper than to copy its state, but forgets the second normal that the polar method has
+    ready after an odd number of draws. Whether there is one shows in the next draw, which then
+    leaves the bit generator's memory as it is; otherwise that memory is put back.
+    """
+
+    _stand_ins: ClassVar[list[Any]] = []
+
+    def __init__(self) -> None:
+        self._own: Any = _numpy.get_bit_generator()
+        self._ready: float | None = None
+        self._state: Any = None
+        if isinstance(self._own, np.random.MT19937):
+            address = self._own.ctypes.state_address
+            before = ctypes.string_at(address, _TWISTER_BYTES)
+            drawn = float(_numpy.standard_normal())
+            if ctypes.string_at(address, _TWISTER_BYTES) == before:
+                self._ready = drawn
+            else:
+                ctypes.memmove(address, before, _TWISTER_BYTES)
+        else:
+            self._state = _numpy.get_state(legacy=False)
+        _numpy.set_bit_generator(self._stand_ins.pop() if self._stand_ins else np.random.MT19937(0))
+
+    def put_back(self) -> None:
+        self._stand_ins.append(_numpy.get_bit_generator())
+        _numpy.set_bit_generator(self._own)
+        if self._ready is not None:
+            self._state = _numpy.get_state(legacy=False) | {"has_gauss": 1, "gauss": self._ready}
+        if self._state is not None:
+            _numpy.set_state(self._state)
+
+
+_LARGEST_SEARCH = 20_000  # objects looked at
+_LARGEST_CONTAINER = 1_000  # longer lists hold data, not generators
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), np.ndarray, torch.Tensor, ModuleType)
+
+
+def find_generators(*roots: Any) -> list[Any]:
+    """The generator objects that ``roots`` hold, however deep, in a fixed order.
+
+    These are numpy's ``Generator`` and ``RandomState``, ``random.Random`` and torch's generators
+    on the CPU. Attributes, containers, closures and bound objects are followed.
+    """
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting = list(reversed(roots))
+    while waiting and len(seen) < _LARGEST_SEARCH:
+        one = waiting.pop()
+        if isinstance(one, (_LEAVES, type)) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if _is_generator(one):
+            found.append(one)
+        else:
+            waiting += reversed(_held_by(one))
+    return found
+
+
+def reseed(generators: Sequence[Any], seed: int) -> None:
+    """Put each generator into the state that ``seed`` and its place in the list stand for."""
+    for number, one in enumerate(generators):
+        words = [seed & 0xFFFFFFFF, seed >> 32, number]
+        if isinstance(one, np.random.Generator):
+            one.bit_generator.state = type(one.bit_generator)(words).state
+        elif isinstance(one, np.random.RandomState):
+            one.seed(words)
+        elif isinstance(one, random.Random):
+            one.seed(seed << 32 | number)
+        else:
+            one.manual_seed((seed + 0x9E3779B97F4A7C15 * (number + 1)) & 0x7FFFFFFFFFFFFFFF)
+
+
+def _is_generator(one: Any) -> bool:
+    if isinstance(one, torch.Generator):
+        return one.device.type == "cpu"
+    return isinstance(one, (np.random.Generator, np.random.RandomState)) or (
+        isinstance(one, random.Random) and not isinstance(one, random.SystemRandom)
+    )
+
+
+def _held_by(one: Any) -> list[Any]:
+    """What an object holds in a way that does not run its code."""
+    if isinstance(one, dict):
+        return list(itertools.islice(one.values(), _LARGEST_CONTAINER))
+    if isinstance(one, (list, tuple, set, frozenset, deque)):
+        return list(itertools.islice(one, _LARGEST_CONTAINER))
+    if isinstance(one, functools.partial):
+        return [one.func, *one.args, *one.keywords.values()]
+    if isinstance(one, MethodType):
+        return [one.__self__]
+    if isinstance(one, FunctionType):
+        cells = [cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell)]
+        return cells + list(one.__defaults__ or ()) + list((one.__kwdefaults__ or {}).values())
+    slots = [kind.__dict__.get("__slots__", ()) for kind in type(one).__mro__]
+    names = [name for listed in slots for name in ((listed,) if isinstance(listed, str) else listed)]
+    return [getattr(one, name, None) for name in names] + list(getattr(one, "__dict__", {}).values())
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False

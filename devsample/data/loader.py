@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import multiprocessing
+import time
+import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,18 +18,29 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate, default_convert
 
 from devsample.data.batches import to_device
-from devsample.data.carriers import Carried, carry, pass_through, send
+from devsample.data.carriers import Carried, carry, pass_through
+from devsample.data.dealing import Dealer, Epoch, Stream
 from devsample.data.generators import preserved_global_generators, seed_global_generators
-from devsample.data.orders import Order, batch_length, make_order, sliced
-from devsample.data.spec import LoaderSpec
-from devsample.data.worker import BatchDataset, BatchRequest, WorkerStart
-from devsample.errors import LoaderError, LoaderWorkerError
+from devsample.data.orders import Order, batch_length, iid_order, make_order
+from devsample.data.spec import LoaderSpec, is_iterable
+from devsample.data.streams import known_shares
+from devsample.data.worker import (
+    BatchMaker,
+    BatchRequest,
+    IndexedBatches,
+    StreamedBatches,
+    WorkerStart,
+    hand_over,
+)
+from devsample.errors import LoaderError, LoaderWarning, LoaderWorkerError
 from devsample.machine import describe_exit, hidden_main_module, worker_server
-from devsample.seeds import ChainKey, IndexBlocks, Role, stream_seed
+from devsample.seeds import ChainKey, Role, stream_seed
 
 _SEPARATE_ROLES = (Role.LOSS_ORDER, Role.PROBE_ORDER)
 _BROKEN_CONNECTION = (ConnectionError, FileNotFoundError, EOFError)
 _LOST_WORKER = (RuntimeError, OSError, EOFError)
+_POLL_SECONDS = 1.0  # how long a dead worker may go unnoticed
+_LOSS_STREAM_LEAD = 2048  # samples; the most by which the stream of losses starts further on
 
 
 class ChainLoader:
@@ -47,33 +63,59 @@ class ChainLoader:
     ) -> None:
         self.spec = spec
         self._keys, self._accumulate, self._device = tuple(keys), grad_accum_steps, device
-        self._micro_size = batch_length(spec, self._keys[0])
         self._orders: dict[tuple[int, int], Order] = {}
+        self._streams: dict[tuple[int, int], Stream] = {}
         self._plan = _Plan()
         self._resources = contextlib.ExitStack()
         self._dataset_seed = stream_seed(ChainKey(0, 0, 0), Role.DATASET, 0)  # the same in every run
         with preserved_global_generators():
             seed_global_generators(self._dataset_seed)
             dataset = spec.make_dataset()
+        self.is_stream = is_iterable(dataset)
         self.num_samples = spec.sample_count(dataset)
-        self._num_items = spec.item_count(dataset)
-        self._seeded = not (type(dataset) is TensorDataset and spec.collate_fn in (None, default_collate))
+        self._shares = self._count_shares(dataset) if self.is_stream else 1
+        self._num_items = self.num_samples if self.is_stream else spec.item_count(dataset)
+        self._micro_size = (spec.batch_size or 1) if self.is_stream else batch_length(spec, self._keys[0])
+        self._wants_epoch = hasattr(dataset, "set_epoch")
         if spec.num_workers > 0:
             self._resources.enter_context(worker_server(spec.multiprocessing_context))
         self._loader = self._build(dataset)
 
-    def requests(self, chain: int, step: int, role: Role = Role.ORDER) -> list[BatchRequest]:
-        """The micro-batches of one step of one chain, for a purpose."""
+    @property
+    def order(self) -> str:
+        """The order of the gradient batches: "iid", "epoch", "sequential", "user" or "stream"."""
+        return "stream" if self.is_stream else self.spec.order
+
+    def requests(
+        self, chain: int, step: int, role: Role = Role.ORDER, *, draw: int | None = None
+    ) -> list[BatchRequest]:
+        """The micro-batches of one step of one chain, for a purpose.
+
+        Args:
+            chain: its number.
+            step: the step.
+            role: the purpose.
+            draw: the number of the draw, if the batches are read at draws only.
+        """
+        if self.is_stream:
+            return self._stream_requests(chain, step, role, step if draw is None else draw)
         order = self._orders.get((chain, role)) or self._new_order(chain, role)
         pieces = order(step)
+        epoch = self._epoch(chain, step) if self._wants_epoch else 0
         last = len(pieces) - 1
         return [
-            self._request(chain, step, micro, role, piece, last=micro == last)
+            self._request(chain, step, micro, role, piece, last=micro == last, epoch=epoch)
             for micro, piece in enumerate(pieces)
         ]
 
-    def full_pass(self, count: int) -> list[BatchRequest]:
-        """Requests that cover ``count`` items once, evenly spread over the data set if not all."""
+    def full_pass(self, count: int) -> Iterable[BatchRequest]:
+        """Requests that cover ``count`` samples once.
+
+        If that is not all of them they are evenly spread over the data set; of a stream they are
+        the first ones.
+        """
+        if self.is_stream:
+            return self._stream_pass(count)
         count = min(count, self._num_items)
         indices = np.linspace(0, self._num_items - 1, count).round().astype(np.int64).tolist()
         size = self._micro_size
@@ -82,36 +124,35 @@ class ChainLoader:
             self._request(0, step, 0, Role.FULL_ORDER, piece, last=True) for step, piece in enumerate(pieces)
         ]
 
-    def serve(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[BatchRequest, Any]]:
+    def serve(
+        self, requests: Iterable[BatchRequest], device: torch.device | None = None
+    ) -> Iterator[tuple[BatchRequest, Any]]:
         """Each request with its batch on the device, in order.
 
         Raises:
             LoaderWorkerError: a worker died, or raised while it made a batch.
-            LoaderError: the data set raised in this process.
+            LoaderError: the data set raised in this process, or a worker is stuck.
         """
-        self._plan.requests = iter(requests)
-        batches = self._guarded(self._start)
-        while True:
-            try:
-                batch = self._guarded(lambda: next(batches))
-            except StopIteration:
-                return
-            yield self._plan.taken(), to_device(batch, self._device)
+        device = device or self._device
+        served = self._serve_streams(requests) if self.is_stream else self._serve_indexed(requests)
+        for request, batch in served:
+            yield request, to_device(batch, device)
 
-    def as_dataloader(self, chain: int, num_steps: int | None) -> DataLoader[Any]:
-        """The DataLoader itself, its plan set to the steps of one chain."""
+    def as_dataloader(self, chain: int, first_step: int, num_steps: int | None) -> DataLoader[Any]:
+        """A DataLoader that gives the batches of the steps of one chain; this loader ends with it."""
 
-        def steps() -> Iterator[BatchRequest]:
-            step = 0
-            while num_steps is None or step < num_steps:
-                yield from self.requests(chain, step)
-                step += 1
+        def batches() -> Iterator[Any]:
+            steps = itertools.islice(itertools.count(first_step), num_steps)
+            requests = itertools.chain.from_iterable(self.requests(chain, step) for step in steps)
+            for _, batch in self.serve(requests, torch.device("cpu")):
+                yield batch
 
-        self._plan.restart = steps
-        self._loader.dataset.preserves = True  # type: ignore[attr-defined]
-        weakref.finalize(self._loader, self._resources.close)
-        self._loader._devsample = self  # lives as long as the loader
-        return self._loader
+        maker = self._loader.dataset
+        maker.preserves = True  # type: ignore[attr-defined]
+        shown = _ServedDataLoader(maker, **self._options)
+        shown.batches, shown.close = batches, self.close
+        weakref.finalize(shown, self.close)
+        return shown
 
     def close(self) -> None:
         """End the workers."""
@@ -124,52 +165,183 @@ class ChainLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _serve_indexed(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[BatchRequest, Any]]:
+        under_way: deque[BatchRequest] = deque()
+
+        def noted() -> Iterator[BatchRequest]:
+            for request in requests:
+                under_way.append(request)
+                yield request
+
+        for batch in self._batches(noted()):
+            yield under_way.popleft(), batch
+
+    def _serve_streams(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[BatchRequest, Any]]:
+        dealer = Dealer(self._streams, self._keys, requests, self._shares)
+        looked_at = 0
+        while True:
+            for reply in self._batches(dealer):
+                self._guarded(functools.partial(dealer.take, reply))
+                for epoch in dealer.epochs[looked_at:]:
+                    self._look_at(epoch)
+                looked_at = len(dealer.epochs)
+                for request, made in dealer.ready():
+                    yield request._replace(indices=range(made.size)), made.batch
+            if dealer.idle:
+                return
+
+    def _batches(self, source: Iterator[Any]) -> Iterator[Any]:
+        """What the wrapped loader makes of what ``source`` asks for."""
+        self._plan.source = source
+        batches = self._guarded(self._start)
+        while True:
+            try:
+                batch = self._guarded(lambda: self._next(batches))
+            except StopIteration:
+                return
+            yield batch
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        """The next batch; the loader looks after its workers every second while it waits."""
+        started = time.monotonic()
+        while True:
+            try:
+                return next(batches)
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader timed out"):
+                    raise
+                waited = time.monotonic() - started
+                if 0 < self.spec.timeout <= waited:
+                    raise _Stuck(waited) from None
+
+    def _stream_requests(self, chain: int, step: int, role: Role, number: int) -> list[BatchRequest]:
+        lead = self._lead(chain) if role == Role.LOSS_ORDER else 0
+        first, last = lead + number * self._accumulate, self._accumulate - 1
+        return [
+            BatchRequest(chain, step, micro, int(role), micro == last, (), 0, place=first + micro)
+            for micro in range(self._accumulate)
+        ]
+
+    def _stream_pass(self, count: int) -> Iterator[BatchRequest]:
+        stream = self._streams.setdefault(
+            (0, Role.FULL_ORDER), Stream(0, self._keys[0], int(Role.FULL_ORDER))
+        )
+        stream.restart()
+        stream.limit = count
+        for place in itertools.count():
+            if stream.samples >= count or stream.epoch > 0:
+                return
+            yield BatchRequest(0, place, 0, int(Role.FULL_ORDER), True, (), 0, place=place)
+
+    def _lead(self, chain: int) -> int:
+        """By how many batches a chain's stream of losses is ahead of that of its gradients.
+
+        A data set without random order gives the same stream for both. Read side by side, a loss
+        would come from the very batch of the gradient.
+        """
+        reach = min(self.num_samples, _LOSS_STREAM_LEAD) // self._micro_size
+        return stream_seed(self._keys[chain], Role.LOSS_ORDER, 0) % max(1, reach)
+
+    def _count_shares(self, dataset: Any) -> int:
+        """In how many shares a data set that divides itself is read."""
+        workers, known = self.spec.num_workers, known_shares(dataset)
+        if known is None or known >= workers:
+            return workers
+        warnings.warn(
+            f"loader_spec: the data set divides into {known} parts (its files or shards), so {known} of the "
+            f"{workers} loader workers get data; num_workers={known} is enough.",
+            LoaderWarning,
+            stacklevel=2,
+        )
+        return known
+
+    def _look_at(self, epoch: Epoch) -> None:
+        """Say what is odd about an epoch, once."""
+        if epoch.empty_shares:
+            warnings.warn(
+                f"loader_spec: {epoch.empty_shares} of {epoch.shares} loader workers got no data from a data "
+                f"set that divides itself; num_workers={epoch.shares - epoch.empty_shares} is enough.",
+                LoaderWarning,
+                stacklevel=2,
+            )
+        if self.spec.batch_size is not None and epoch.items != self.num_samples:
+            warnings.warn(
+                f"loader_spec.num_samples: it says {self.num_samples}, but an epoch of the data set had "
+                f"{epoch.items} items. n enters nbeta and the estimate; give the right number.",
+                LoaderWarning,
+                stacklevel=2,
+            )
+
+    def _epoch(self, chain: int, step: int) -> int:
+        order = self._orders.get((chain, Role.ORDER)) or self._new_order(chain, Role.ORDER)
+        return order.epoch(step)
+
     def _new_order(self, chain: int, role: Role) -> Order:
         size, key = self._micro_size * self._accumulate, self._keys[chain]
         if role in _SEPARATE_ROLES:
-            order = sliced(IndexBlocks(key, role, self._num_items, size), self._micro_size)
+            order = iid_order(key, role, self._num_items, size, self._micro_size)
         else:
             order = make_order(self.spec, key, self._num_items, self._micro_size, self._accumulate)
         self._orders[chain, role] = order
         return order
 
     def _request(
-        self, chain: int, step: int, micro: int, role: Role, indices: list[int], *, last: bool
+        self,
+        chain: int,
+        step: int,
+        micro: int,
+        role: Role,
+        indices: list[int],
+        *,
+        last: bool,
+        epoch: int = 0,
     ) -> BatchRequest:
         seed = stream_seed(self._keys[chain], Role.ITEMS, step, micro << 8 | role) if self._seeded else 0
-        return BatchRequest(chain, step, micro, int(role), last, indices, seed)
+        return BatchRequest(chain, step, micro, int(role), last, indices, seed, epoch)
 
-    def _build(self, dataset: Any) -> DataLoader[Any]:
+    def _build(self, dataset: Any) -> _SafeDataLoader:
         spec = self.spec
         batched = spec.batch_size is not None
-        collate = spec.collate_fn or (default_collate if batched else default_convert)
-        source = BatchDataset(
-            carry(dataset, spec, self._dataset_seed), Carried(collate), batched=batched, seeded=self._seeded
-        )
+        collate = Carried(spec.collate_fn or (default_collate if batched else default_convert))
+        plain = type(dataset) is TensorDataset and collate.value is default_collate
+        self._seeded = not plain
+        carried = carry(dataset, spec, self._dataset_seed)
+        self._resources.callback(carried.close)
+        maker: BatchMaker
+        if self.is_stream:
+            maker = StreamedBatches(
+                carried,
+                collate,
+                batch_size=spec.batch_size,
+                drop_last=spec.drop_last,
+                shares=self._shares,
+            )
+        else:
+            maker = IndexedBatches(carried, collate, batched=batched, seeded=self._seeded)
         workers: dict[str, Any] = {}
         if spec.num_workers > 0:
             workers = {
                 "prefetch_factor": spec.prefetch_factor,
                 "persistent_workers": spec.persistent_workers,
-                "timeout": spec.timeout,
+                "timeout": _POLL_SECONDS,
                 "worker_init_fn": WorkerStart(pass_through(spec.worker_init_fn)),
                 "multiprocessing_context": multiprocessing.get_context(spec.multiprocessing_context),
             }
         pin = spec.pin_memory if spec.pin_memory is not None else self._device.type == "cuda"
-        return _SafeDataLoader(
-            source,
-            batch_size=None,
-            sampler=self._plan,
-            collate_fn=send,
-            num_workers=spec.num_workers,
-            pin_memory=pin and torch.accelerator.is_available(),
-            pin_memory_device=spec.pin_memory_device,
-            generator=torch.Generator(),
-            **workers,
-        )
+        self._options = {
+            "batch_size": None,
+            "sampler": self._plan,
+            "collate_fn": hand_over,
+            "num_workers": spec.num_workers,
+            "pin_memory": pin and torch.accelerator.is_available(),
+            "pin_memory_device": spec.pin_memory_device,
+            "generator": torch.Generator(),
+        } | workers
+        return _SafeDataLoader(maker, **self._options)
 
     def _start(self) -> Iterator[Any]:
-        live = self._live = iter(self._loader)
+        live: Iterator[Any] = iter(self._loader)
+        self._live = live
         return live
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
@@ -181,6 +353,13 @@ class ChainLoader:
             raise LoaderWorkerError(own or str(error)) from None
         except (StopIteration, LoaderError, KeyboardInterrupt):
             raise
+        except _Stuck as error:
+            self._end_workers()
+            raise LoaderError(
+                f"loader workers gave {error} (timeout={self.spec.timeout:g}). Either an item takes that "
+                "long: raise timeout, or num_workers; or a worker waits for something: see what the data "
+                "set does."
+            ) from None
         except _LOST_WORKER as error:
             named = self._name_lost_worker(error)
             self._end_workers()
@@ -220,31 +399,39 @@ class ChainLoader:
     _live: Any = None
 
 
+class _Stuck(Exception):  # noqa: N818 - becomes an error with a name and a remedy
+    """No batch for as long as the user's timeout."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"no batch for {seconds:.0f} s")
+
+
 class _SafeDataLoader(DataLoader[Any]):
     """A DataLoader whose workers start from any script, and whatever the default device is."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Left out: it knows of one loader only, and of no worker that waits for a disk."""
 
     def _get_iterator(self) -> Any:
         with hidden_main_module(), torch.device("cpu"):
             return super()._get_iterator()
 
 
+class _ServedDataLoader(_SafeDataLoader):
+    """What a user gets: iterating it goes through the loader of a chain."""
+
+    batches: Callable[[], Iterator[Any]]
+    close: Callable[[], None]
+    """Ends its workers, which otherwise live as long as it does."""
+
+    def __iter__(self) -> Any:
+        yield from self.batches()  # a generator, so that it lives as long as somebody reads from it
+
+
 class _Plan:
-    """The sampler of the wrapped loader: hands out requests and remembers what is under way."""
+    """The sampler of the wrapped loader: iterating it gives what is asked for now."""
 
-    def __init__(self) -> None:
-        self.requests: Iterator[BatchRequest] = iter(())
-        self.restart: Callable[[], Iterator[BatchRequest]] | None = None
-        self._under_way: list[BatchRequest] = []
+    source: Iterator[Any] = iter(())
 
-    def __iter__(self) -> Iterator[BatchRequest]:
-        self._under_way = []
-        if self.restart is not None:  # somebody iterates the DataLoader itself
-            yield from self.restart()
-            return
-        for request in self.requests:
-            self._under_way.append(request)
-            yield request
-
-    def taken(self) -> BatchRequest:
-        """The request whose batch has just arrived; batches arrive in order."""
-        return self._under_way.pop(0)
+    def __iter__(self) -> Iterator[Any]:
+        return self.source

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 import itertools
+import operator
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,28 @@ from devsample.seeds import ChainKey, IndexBlocks, Role, philox, stream_seed
 if TYPE_CHECKING:
     from devsample.data.spec import LoaderSpec
 
-Order = Callable[[int], list[list[int]]]
-"""The micro-batches of a step, as indices."""
+
+class Order:
+    """Which samples each step of a chain reads.
+
+    Args:
+        indices: the indices of a step, or its micro-batches if ``micro_size`` is None.
+        micro_size: indices per micro-batch.
+        epoch: the epoch that a step belongs to.
+    """
+
+    def __init__(
+        self, indices: Callable[[int], Any], micro_size: int | None, epoch: Callable[[int], int]
+    ) -> None:
+        self._indices, self._size, self.epoch = indices, micro_size, epoch
+
+    def __call__(self, step: int) -> list[list[int]]:
+        """The micro-batches of a step, as indices."""
+        drawn = self._indices(step)
+        if self._size is None:
+            return drawn  # type: ignore[no-any-return]
+        listed = drawn.tolist() if isinstance(drawn, np.ndarray) else list(drawn)
+        return [listed[start : start + self._size] for start in range(0, len(listed), self._size)]
 
 
 def make_order(
@@ -36,26 +57,23 @@ def make_order(
         grad_accum_steps: micro-batches per step.
     """
     if spec.batch_sampler is not None:
-        return _UserBatches(spec.batch_sampler, key, grad_accum_steps)
+        batches = _UserBatches(spec.batch_sampler, key, grad_accum_steps)
+        return Order(batches, None, batches.epoch)
     size = micro_size * grad_accum_steps
     if spec.order == "iid":
-        return sliced(IndexBlocks(key, Role.ORDER, num_samples, size), micro_size)
+        return iid_order(key, Role.ORDER, num_samples, size, micro_size)
     if spec.order == "user":
-        return sliced(_UserOrder(spec.sampler, key, size, spec.drop_last), micro_size)
+        user = _UserOrder(spec.sampler, key, size, spec.drop_last)
+        return Order(user, micro_size, user.epoch)
     shuffled = spec.order == "epoch"
     order = _EpochOrder(key, num_samples, size, shuffled=shuffled, drop_last=spec.drop_last)
-    return sliced(order, micro_size)
+    return Order(order, micro_size, order.epoch)
 
 
-def sliced(order: Callable[[int], Any], micro_size: int) -> Order:
-    """Cut the indices of a step into micro-batches."""
-
-    def pieces(step: int) -> list[list[int]]:
-        indices = order(step)
-        listed = indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
-        return [listed[start : start + micro_size] for start in range(0, len(listed), micro_size)]
-
-    return pieces
+def iid_order(key: ChainKey, role: Role, num_samples: int, size: int, micro_size: int) -> Order:
+    """Independent, uniform indices; an epoch is as many steps as it takes to draw n of them."""
+    blocks = IndexBlocks(key, role, num_samples, size)
+    return Order(blocks, micro_size, lambda step: step * size // num_samples)
 
 
 def batch_length(spec: LoaderSpec, key: ChainKey) -> int:
@@ -79,16 +97,22 @@ class _EpochOrder:
         self._permutation = np.arange(num_samples)
 
     def __call__(self, step: int) -> np.ndarray:
-        epoch, row = divmod(step, self._steps)
+        epoch, row = self.epoch(step), step % self._steps
         if self._shuffled and epoch != self._epoch:
             generator = np.random.Generator(philox(self._key, Role.ORDER, epoch))
             self._permutation = generator.permutation(self._num_samples)
             self._epoch = epoch
         return self._permutation[row * self._size : (row + 1) * self._size]
 
+    def epoch(self, step: int) -> int:
+        """The epoch of a step."""
+        return step // self._steps
+
 
 class _UserSampler(abc.ABC):
     """The user's sampler, epoch by epoch, its random state keyed by (seed, chain, epoch)."""
+
+    field = "sampler"
 
     def __init__(self, sampler: Any, key: ChainKey) -> None:
         self._sampler, self._key = _own_copy(sampler), key  # the user's own stays as it is
@@ -104,6 +128,11 @@ class _UserSampler(abc.ABC):
             self._steps = self._cut(self._draw_epoch())
         return self._steps[step - self._first_step]
 
+    def epoch(self, step: int) -> int:
+        """The epoch of a step."""
+        self(step)
+        return self._epoch
+
     def _draw_epoch(self) -> list[Any]:
         seed = stream_seed(self._key, Role.ORDER, self._epoch)
         if hasattr(self._sampler, "set_epoch"):
@@ -114,7 +143,9 @@ class _UserSampler(abc.ABC):
             seed_global_generators(seed)
             drawn = list(itertools.islice(self._sampler, len(self._sampler)))  # some never end
         if not drawn:
-            raise LoaderError("loader_spec: the sampler gave nothing; a chain needs at least one batch.")
+            raise LoaderError(
+                f"loader_spec.{self.field}: the sampler gave nothing; a chain needs at least one batch."
+            )
         return drawn
 
     @abc.abstractmethod
@@ -151,7 +182,10 @@ class _UserOrder(_UserSampler):
         self._size, self._drop_last = size, drop_last
 
     def _cut(self, drawn: list[Any]) -> list[Any]:
-        indices = [int(index) for index in drawn]
+        indices = [
+            _index(one, "an integer. A sampler of whole batches goes to batch_sampler", "sampler")
+            for one in drawn
+        ]
         steps = [indices[start : start + self._size] for start in range(0, len(indices), self._size)]
         if self._drop_last and len(steps) > 1 and len(steps[-1]) < self._size:
             steps.pop()
@@ -159,11 +193,32 @@ class _UserOrder(_UserSampler):
 
 
 class _UserBatches(_UserSampler):
+    field = "batch_sampler"
+
     def __init__(self, sampler: Any, key: ChainKey, grad_accum_steps: int) -> None:
         super().__init__(sampler, key)
         self._accumulate = grad_accum_steps
 
     def _cut(self, drawn: list[Any]) -> list[Any]:
-        batches = [[int(index) for index in batch] for batch in drawn]
+        batches = [_batch(one) for one in drawn]
         count = self._accumulate
         return [batches[start : start + count] for start in range(0, len(batches), count)]
+
+
+def _index(value: Any, wanted: str, field: str) -> int:
+    try:
+        if not isinstance(value, (bool, np.bool_)):
+            return operator.index(value)
+    except TypeError:  # a float, for one
+        pass
+    raise LoaderError(f"loader_spec.{field}: the sampler gave {value!r}, expected {wanted}.")
+
+
+def _batch(value: Any) -> list[int]:
+    if not hasattr(value, "__iter__") or isinstance(value, str) or getattr(value, "ndim", 1) == 0:
+        wanted = "a list of indices. A sampler of single indices goes to sampler"
+        raise LoaderError(f"loader_spec.batch_sampler: the sampler gave {value!r}, expected {wanted}.")
+    batch = [_index(one, "batches of integers", "batch_sampler") for one in value]
+    if not batch:
+        raise LoaderError("loader_spec.batch_sampler: the sampler gave an empty batch, which has no loss.")
+    return batch

@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
 )
 
-from devsample.errors import FeatureNotAvailableError, InvalidArgumentError, LoaderError
-from devsample.machine import default_worker_start_method
+from devsample.data import fields, recipes
+from devsample.data.importing import ImportPath
+from devsample.errors import InvalidArgumentError, LoaderError
 from devsample.serialize import Packed, pack, type_name
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
+    from devsample.data.report import LoaderReport
+
 Sampling = Literal["iid", "epoch", "sequential"]
-_SAMPLINGS = ("iid", "epoch", "sequential")
-_WITHOUT_WORKERS: dict[str, Any] = {
-    "prefetch_factor": None,
-    "persistent_workers": True,
-    "timeout": 0.0,
-    "multiprocessing_context": None,
-}
 REMEDY = (
     "Build it where it is used: pass a factory (LoaderSpec(make_dataset, ...)) that makes it in "
     "the chain process, or drop it in __getstate__."
@@ -56,9 +49,10 @@ class LoaderSpec:
 
     Args:
         dataset: a map-style data set, or a function, class or closure that returns one when
-            called with ``dataset_args`` and ``dataset_kwargs``.
-        dataset_args: positional arguments of the factory.
-        dataset_kwargs: keyword arguments of the factory.
+            called with ``dataset_args`` and ``dataset_kwargs``, or the import path of such a
+            function as text, ``"package.module:function"``.
+        dataset_args: positional arguments of the factory; JSON values for an import path.
+        dataset_kwargs: keyword arguments of the factory; JSON values for an import path.
         batch_size: samples per micro-batch, ≥ 1; None: an item of the data set is a batch.
         sampling: "iid" (the default), "epoch" (a new permutation per epoch and chain) or
             "sequential" (data order). With the last two the recorded losses are read on separate
@@ -66,16 +60,20 @@ class LoaderSpec:
         num_samples: n, the number of samples, where the data set has no ``len`` or its items are
             batches.
         shuffle: True means iid. False is refused: say ``sampling="sequential"``.
-        sampler: a sampler object; keeps its order. Its random state is keyed by (seed, chain).
+        sampler: a sampler object; keeps its order. Its random state is keyed by (seed, chain). One
+            that favours some samples (``WeightedRandomSampler``) changes the target: gradients, and
+            so the posterior that is sampled, are then those of the weighted loss.
         batch_sampler: a sampler of lists of indices; keeps its order.
         num_workers: loader worker processes per chain process, ≥ 0.
-        collate_fn: as for DataLoader.
+        collate_fn: as for DataLoader, or the import path of such a function.
         pin_memory: None: on if the chain runs on CUDA.
         drop_last: leave out a ragged last batch of an epoch.
         timeout: seconds to wait for a batch from a worker, 0 for no limit.
-        worker_init_fn: called in each worker with its number.
+        worker_init_fn: called in each worker with its number; or its import path.
         multiprocessing_context: how workers start: "forkserver" (the default where it exists),
-            "spawn" or "fork".
+            "spawn" or "fork". "fork" starts fastest, and copies the chain process as it is: a
+            handle that is open there (a file, a database) is then shared by all workers, and a
+            lock held by another thread stays held. It does not go with CUDA.
         generator: accepted for compatibility and not used: the run's seed gives the order.
         prefetch_factor: batches each worker makes ahead.
         persistent_workers: keep workers between the chains of a process (the default).
@@ -121,13 +119,12 @@ class LoaderSpec:
     worker_dataset: Literal["auto", "pickle", "rebuild"] = "auto"
 
     def __post_init__(self) -> None:
-        self._check_factory_arguments()
-        self._check_numbers()
-        if self.batch_size is None and self.drop_last:
-            raise InvalidArgumentError("drop_last: has no meaning with batch_size=None; drop it.")
+        self._set(**fields.import_paths(self), generator=None)
+        for checked in (fields.factory_arguments, fields.numbers, fields.switches):
+            self._set(**checked(self))
         self._check_dataset()
-        self._check_order()
-        self._check_workers()
+        fields.check_order(self)
+        self._set(**fields.workers(self))
 
     @classmethod
     def from_dataloader(cls, loader: DataLoader[Any], **changes: Any) -> LoaderSpec:
@@ -174,18 +171,20 @@ class LoaderSpec:
         seed: int = 0,
         chain: int = 0,
         grad_accum_steps: int = 1,
+        first_step: int = 0,
         num_steps: int | None = None,
         device: torch.device | str = "cpu",
     ) -> DataLoader[Any]:
         """The DataLoader of one chain in this process.
 
-        It gives the micro-batches of steps 0, 1, 2, … in order, ``grad_accum_steps`` a step, on
-        the CPU, and does not end unless ``num_steps`` is given.
+        It gives the micro-batches of steps ``first_step``, ``first_step + 1``, … in order,
+        ``grad_accum_steps`` a step, on the CPU, and does not end unless ``num_steps`` is given.
 
         Args:
             seed: the run's seed.
             chain: the chain's number.
             grad_accum_steps: micro-batches per step.
+            first_step: where to begin; what comes is what an uninterrupted loader gives from there.
             num_steps: how many steps to serve.
             device: the chain's device (decides about pinning only).
         """
@@ -194,7 +193,7 @@ class LoaderSpec:
 
         keys = chain_keys(seed, chain + 1)
         served = ChainLoader(self, keys, grad_accum_steps=grad_accum_steps, device=torch.device(device))
-        return served.as_dataloader(chain, num_steps)
+        return served.as_dataloader(chain, first_step, num_steps)
 
     @property
     def is_factory(self) -> bool:
@@ -210,12 +209,99 @@ class LoaderSpec:
             return "user"
         return self.sampling or "iid"
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LoaderSpec:
+        """A spec from plain values, e.g. a table of a TOML file.
+
+        Args:
+            values: fields by name; functions by import path. ``batch_size`` may be "none".
+
+        Raises:
+            InvalidArgumentError: an unknown field (the nearest one is named), or a value that
+                cannot be used.
+
+        Examples:
+            >>> spec = LoaderSpec.from_dict({"dataset": "torch.utils.data:TensorDataset"})
+            >>> spec.to_dict()
+            {'dataset': 'torch.utils.data:TensorDataset'}
+        """
+        return recipes.from_dict(cls, values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The spec as plain values that JSON and TOML can hold; defaults are left out.
+
+        Functions appear by import path, a list of indices as it is; ``batch_size=None`` as "none".
+
+        Raises:
+            InvalidArgumentError: a field holds an object of another kind; it is named.
+        """
+        return recipes.as_dict(self)
+
+    def fingerprint(self) -> str:
+        """A SHA-256 hash, as 64 hex digits, of everything in the recipe that the batches depend on.
+
+        It is the same in every process and on every machine with the same version of Python. It
+        changes with the content of a data set, the code of a factory and of the functions and
+        classes that it uses, their arguments, and the fields that say what is in a batch. It does
+        not change with ``num_workers`` and the other settings of workers, with ``pin_memory`` or
+        ``worker_dataset``, nor as a loader is used. (An iterable data set that divides itself
+        among its workers gives other batches for another ``num_workers``, all the same.)
+
+        Code of installed packages counts by name, without its version; files that a factory opens
+        do not count, and a memory-mapped array counts by file, size and time of change. A lock, an
+        open file or another handle has no content. A factory given by import path is imported.
+
+        Raises:
+            LoaderError: an import path leads nowhere.
+        """
+        from devsample.data.fingerprint import fingerprint
+
+        return fingerprint(self)
+
+    def check(
+        self,
+        num_workers: Sequence[int] | int | None = None,
+        *,
+        seconds: float = 10.0,
+        device: torch.device | str = "cpu",
+        progress: bool = True,
+    ) -> LoaderReport:
+        """Build the loader in a process of its own, as a chain would, and say what came out.
+
+        The data set is made and read without workers, made again to see whether the same batch
+        comes out, and read with the recipe's own number of workers and with others.
+
+        Args:
+            num_workers: numbers of workers to try besides the recipe's own; None: 1, 2, … up to 4
+                or the CPU cores.
+            seconds: how long to read batches, in all, > 0; starting processes comes on top. What
+                takes ten times as long (at least 10 s) without a sign of life is an error.
+            device: where batches end up.
+            progress: say on stderr what is being done.
+
+        Returns:
+            Types, shapes and bytes of a batch, seconds per batch, memory, and the recommended
+            ``num_workers``, ``prefetch_factor`` and ``multiprocessing_context`` with the reason;
+            ``print`` it.
+
+        Raises:
+            NotPicklableError: something cannot be sent; names its path.
+            LoaderError: the factory or the data set failed or hangs.
+            LoaderWorkerError: a worker failed or died.
+            ChainProcessError: the process itself died.
+        """
+        from devsample.checking import check_loader
+
+        return check_loader(self, num_workers, seconds, device, progress)
+
     def make_dataset(self) -> Any:
         """The data set: the one given, or a new one from the factory."""
         dataset = self.dataset
         if self.is_factory:
             try:
                 dataset = self.dataset(*self.dataset_args, **(self.dataset_kwargs or {}))
+            except LoaderError:
+                raise
             except Exception as error:
                 raise LoaderError(
                     f"loader_spec.dataset: the factory raised {type(error).__name__}: {error}"
@@ -243,14 +329,13 @@ class LoaderSpec:
         return pack(_Plain(self), "loader_spec", remedy=REMEDY)
 
     def __repr__(self) -> str:
-        shown = [
-            self.dataset.__qualname__
-            if hasattr(self.dataset, "__qualname__")
-            else f"<{type_name(self.dataset)}>"
-        ]
+        dataset = self.dataset
+        named = dataset if isinstance(dataset, ImportPath) else getattr(dataset, "__qualname__", None)
+        shown = [str(named or f"<{type_name(dataset)}>")]
         for one in dataclasses.fields(self)[1:]:
             value = getattr(self, one.name)
-            if one.repr and value != one.default and value not in ((), {}):
+            plain_default = type(value) is type(one.default) and value == one.default
+            if one.repr and not plain_default and not (isinstance(value, (tuple, dict)) and not value):
                 shown.append(f"{one.name}={value!r}")
         return f"LoaderSpec({', '.join(shown)})"
 
@@ -261,19 +346,6 @@ class LoaderSpec:
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
-
-    def _check_factory_arguments(self) -> None:
-        if isinstance(self.dataset_args, (str, bytes)) or not isinstance(self.dataset_args, Sequence):
-            raise InvalidArgumentError(
-                f"dataset_args: expected a list of arguments, got {self.dataset_args!r}."
-            )
-        if not isinstance(self.dataset_kwargs, Mapping | None):
-            raise InvalidArgumentError(f"dataset_kwargs: expected a mapping, got {self.dataset_kwargs!r}.")
-        self._set(
-            dataset_args=tuple(self.dataset_args),
-            dataset_kwargs=dict(self.dataset_kwargs or {}),
-            generator=None,
-        )
 
     def _check_dataset(self) -> None:
         if isinstance(self.dataset, DataLoader):
@@ -294,28 +366,19 @@ class LoaderSpec:
                 f"{type(self.dataset).__name__}."
             )
         if self.is_factory:
-            self._check_call()
+            fields.check_call(self)
         else:
             self._check_made(self.dataset)
 
-    def _check_call(self) -> None:
-        try:
-            signature = inspect.signature(self.dataset)
-        except (TypeError, ValueError):
-            return  # some builtins do not tell
-        try:
-            signature.bind(*self.dataset_args, **(self.dataset_kwargs or {}))
-        except TypeError as error:
-            raise InvalidArgumentError(
-                f"dataset_args, dataset_kwargs: do not fit {self.dataset!r}{signature}: {error}."
-            ) from error
-
     def _check_made(self, dataset: Any) -> None:
         where = "dataset: the factory returned" if self.is_factory else "dataset:"
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            raise FeatureNotAvailableError(
-                f"{where} a {type(dataset).__name__}, which has no items by index; this version of "
-                "devsample takes map-style data sets (with __getitem__ and __len__) only."
+        if is_iterable(dataset):
+            self._check_iterable(where, dataset)
+            return
+        if not hasattr(dataset, "__getitem__"):
+            raise InvalidArgumentError(
+                f"{where} a {type(dataset).__name__}, which is no data set: it has neither __getitem__ nor "
+                "__iter__."
             )
         try:
             count = self.sample_count(dataset)
@@ -337,95 +400,32 @@ class LoaderSpec:
                 f"num_samples: {count} is not the length of the data set, {items}; leave it out."
             )
 
-    def _check_numbers(self) -> None:
-        for name, lowest in (
-            ("batch_size", 1),
-            ("num_samples", 1),
-            ("num_workers", 0),
-            ("prefetch_factor", 1),
-        ):
-            value = getattr(self, name)
-            optional = name != "num_workers"
-            if value is None and optional:
-                continue
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < lowest:
-                raise InvalidArgumentError(f"{name}: expected an integer ≥ {lowest}, got {value!r}.")
-            self._set(**{name: int(value)})
-        if not isinstance(self.timeout, (int, float)) or self.timeout < 0:
-            raise InvalidArgumentError(f"timeout: expected seconds ≥ 0, got {self.timeout!r}.")
-        for name in ("collate_fn", "worker_init_fn"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise InvalidArgumentError(f"{name}: expected a function, got {getattr(self, name)!r}.")
-        if not self.in_order:
-            raise InvalidArgumentError("in_order: a stream of batches has an order; leave it True.")
-
-    def _check_order(self) -> None:
-        if self.sampling not in (None, *_SAMPLINGS):
-            raise InvalidArgumentError(f"sampling: expected one of {_SAMPLINGS}, got {self.sampling!r}.")
-        if self.shuffle not in (None, True, False):
-            raise InvalidArgumentError(f"shuffle: expected True or None, got {self.shuffle!r}.")
-        if self.shuffle is False:
+    def _check_iterable(self, where: str, dataset: Any) -> None:
+        name = type(dataset).__name__
+        written_out = isinstance(getattr(type(dataset), "__iter__", None), FunctionType)
+        if isinstance(dataset, Iterator) and not written_out:  # a generator, a map, a file …
             raise InvalidArgumentError(
-                'shuffle: False is ambiguous here. For data order say sampling="sequential"; leave it '
-                "out for independent random batches."
+                f"{where} a {name}, which can be read only once, but a chain goes through the data again and "
+                "again. Return an IterableDataset, or an object whose __iter__ starts anew."
             )
-        given = [
-            name
-            for name in ("sampling", "shuffle", "sampler", "batch_sampler")
-            if getattr(self, name) is not None and getattr(self, name) is not False
-        ]
-        if len(given) > 1:
-            raise InvalidArgumentError(f"{', '.join(given)}: mutually exclusive; give one of them.")
-        for name in ("sampler", "batch_sampler"):
-            self._check_sampler(name, getattr(self, name))
-        if self.batch_sampler is not None and (self.batch_size != 1 or self.drop_last):
+        if self.num_samples is None:
             raise InvalidArgumentError(
-                "batch_sampler: mutually exclusive with batch_size and drop_last; drop those."
+                f"num_samples: the data set is a {name}, which is read in an order of its own, and n enters "
+                "the estimate. Give num_samples=n, the samples in an epoch (its len is not trusted)."
             )
-
-    def _check_sampler(self, name: str, sampler: Any) -> None:
-        if sampler is None:
-            return
-        if isinstance(sampler, DistributedSampler) or isinstance(
-            getattr(sampler, "sampler", None), DistributedSampler
-        ):
-            raise InvalidArgumentError(
-                f"{name}: a DistributedSampler gives a part of the data, but every chain needs all of "
-                "it. Leave it out; chains already draw their own batches."
-            )
-        if not hasattr(sampler, "__iter__") or isinstance(sampler, Iterator):
-            raise InvalidArgumentError(
-                f"{name}: expected a sampler that can be iterated again, got {sampler!r}."
-            )
-        if not hasattr(sampler, "__len__"):
-            raise InvalidArgumentError(
-                f"{name}: {type(sampler).__name__} needs a __len__ (an epoch must end)."
-            )
-
-    def _check_workers(self) -> None:
-        context = self.multiprocessing_context
-        if context is not None and not isinstance(context, str):
-            if not hasattr(context, "get_start_method"):
+        for field_name in ("sampling", "shuffle", "sampler", "batch_sampler"):
+            if getattr(self, field_name) is not None:
                 raise InvalidArgumentError(
-                    f"multiprocessing_context: expected a start method or a context, got {context!r}."
+                    f"{field_name}: the data set is a {name}, which has an order of its own; leave it out, "
+                    "and shuffle in the data set."
                 )
-            context = getattr(context, "_name", None) or context.get_start_method()
-            self._set(multiprocessing_context=context)
-        if context is not None and context not in multiprocessing.get_all_start_methods():
-            raise InvalidArgumentError(
-                "multiprocessing_context: expected one of "
-                f"{multiprocessing.get_all_start_methods()}, got {self.multiprocessing_context!r}."
-            )
-        if self.worker_dataset not in ("auto", "pickle", "rebuild"):
-            raise InvalidArgumentError(
-                f'worker_dataset: expected "auto", "pickle" or "rebuild", got {self.worker_dataset!r}.'
-            )
-        if self.worker_dataset == "rebuild" and not self.is_factory:
-            raise InvalidArgumentError('worker_dataset: "rebuild" needs a factory as dataset.')
-        if self.num_workers == 0:  # harmless leftovers
-            self._set(**_WITHOUT_WORKERS)
-        elif context is None:
-            self._set(multiprocessing_context=default_worker_start_method())
+
+
+def is_iterable(dataset: Any) -> bool:
+    """Whether a data set is read in an order of its own, not by index."""
+    return isinstance(dataset, IterableDataset) or (
+        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    )
 
 
 class _Plain:

@@ -8,14 +8,21 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, TensorDataset, _utils, default_collate, get_worker_info
 
-from devsample.data.carriers import Carried
-from devsample.data.generators import preserved_global_generators, seed_global_generators
+from devsample.data.carriers import Carried, send
+from devsample.data.generators import (
+    find_generators,
+    preserved_global_generators,
+    reseed,
+    seed_global_generators,
+)
+from devsample.data.streams import StreamBatch, StreamEnd, StreamReader, Ticket, set_epoch
 from devsample.errors import LoaderError, LoaderWorkerError
 from devsample.machine import leave_with_parent
 from devsample.serialize import short_error
@@ -29,24 +36,77 @@ class BatchRequest(NamedTuple):
     micro: int
     role: int
     last: bool
-    indices: list[int]
+    indices: Sequence[int]
+    """The items; of a stream's batch, filled in when it has come: as many numbers as samples."""
     seed: int
+    epoch: int = 0
+    place: int = 0
+    """In a stream: which of its batches this is."""
 
 
-class BatchDataset(Dataset[Any]):
-    """Turns a `BatchRequest` into a batch: seeds, fetches the items, collates them.
+class BatchMaker(Dataset[Any]):
+    """Makes the batches that are asked for; the data set of the wrapped DataLoader.
 
     Args:
-        dataset: the user's map-style data set.
+        dataset: the user's data set.
         collate: its collate function.
         batched: whether a request is a batch of items (else its single item is the batch).
-        seeded: whether torch, numpy and random are seeded for each request.
+    """
+
+    def __init__(self, dataset: Carried, collate: Carried, *, batched: bool) -> None:
+        self.dataset, self.collate, self.batched = dataset, collate, batched
+        self.preserves = False  # whether the process's own generators stay as they are
+
+    def __getitem__(self, request: Any) -> Any:
+        """The batch that was asked for."""
+        if self.preserves and get_worker_info() is None:
+            with preserved_global_generators():
+                return self._guarded(request)
+        return self._guarded(request)
+
+    def make(self, request: Any) -> Any:
+        """The batch; whatever the user's code raises comes as it is."""
+        raise NotImplementedError
+
+    def where(self, request: Any) -> tuple[str, str]:
+        """The place of a request in words, and the items it is about."""
+        raise NotImplementedError
+
+    def _guarded(self, request: Any) -> Any:
+        try:
+            return self.make(request)
+        except LoaderError:
+            raise
+        except Exception as error:
+            kind = LoaderError if get_worker_info() is None else LoaderWorkerError
+            raise kind(self._describe(request, error)) from None
+
+    def _describe(self, request: Any, error: Exception) -> str:
+        info = get_worker_info()
+        worker = "" if info is None else f", loader worker {info.id} (pid {os.getpid()})"
+        where, items = self.where(request)
+        return (
+            f"{where}{worker}: the data set or its collate_fn "
+            f"raised {short_error(error)}\n  {items}\n{traceback.format_exc()}"
+        )
+
+
+class IndexedBatches(BatchMaker):
+    """Batches of a map-style data set: seeds, fetches the items, collates them.
+
+    Args:
+        seeded: whether generators are seeded for each request: torch's, numpy's and Python's
+            global ones, and those that the data set or its collate function holds.
     """
 
     def __init__(self, dataset: Carried, collate: Carried, *, batched: bool, seeded: bool) -> None:
-        self.dataset, self.collate = dataset, collate
-        self.batched, self.seeded = batched, seeded
-        self.preserves = False  # whether the process's own generators stay as they are
+        super().__init__(dataset, collate, batched=batched)
+        self.seeded = seeded
+        self._epoch = -1
+        self._generators: list[Any] | None = None  # not looked for yet
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_generators": None, "_epoch": -1}
 
     @property
     def _rows(self) -> tuple[torch.Tensor, ...] | None:
@@ -56,24 +116,33 @@ class BatchDataset(Dataset[Any]):
 
     def __getitem__(self, request: BatchRequest) -> Any:
         """The batch that was asked for."""
-        if self.preserves and self.seeded and get_worker_info() is None:
-            with preserved_global_generators():
-                return self._make(request)
-        return self._make(request)
+        return super().__getitem__(request) if self.seeded else self._guarded(request)
 
-    def _make(self, request: BatchRequest) -> Any:
+    def make(self, request: BatchRequest) -> Any:
+        """The batch; whatever the user's code raises comes as it is."""
         if self.seeded:
-            seed_global_generators(request.seed)
-        try:
-            if self._rows is not None:
-                index = torch.tensor(request.indices, device="cpu")
-                return [rows[index] for rows in self._rows]
-            return self.collate.value(self._items(request.indices))
-        except Exception as error:
-            kind = LoaderError if get_worker_info() is None else LoaderWorkerError
-            raise kind(self._describe(request, error)) from None
+            self._seed(request)
+        rows = self._rows
+        if rows is not None:
+            index = torch.tensor(request.indices, device="cpu")
+            return [one[index] for one in rows]
+        return self.collate.value(self._items(request.indices))
 
-    def _items(self, indices: list[int]) -> Any:
+    def where(self, request: BatchRequest) -> tuple[str, str]:
+        """The place of a request in words, and the items it is about."""
+        shown = ", ".join(map(str, request.indices[:8])) + (" …" if len(request.indices) > 8 else "")
+        return f"chain {request.chain}, step {request.step}", f"items {shown}"
+
+    def _seed(self, request: BatchRequest) -> None:
+        if self._generators is None:
+            self._generators = find_generators(self.dataset.value, self.collate.value)
+        if request.epoch != self._epoch:
+            set_epoch(self.dataset.value, request.epoch)
+            self._epoch = request.epoch
+        seed_global_generators(request.seed)
+        reseed(self._generators, request.seed)
+
+    def _items(self, indices: Sequence[int]) -> Any:
         dataset = self.dataset.value
         if not self.batched:
             return dataset[indices[0]]
@@ -81,14 +150,68 @@ class BatchDataset(Dataset[Any]):
             return dataset.__getitems__(indices)
         return [dataset[index] for index in indices]
 
-    def _describe(self, request: BatchRequest, error: Exception) -> str:
-        info = get_worker_info()
-        where = "" if info is None else f", loader worker {info.id} (pid {os.getpid()})"
-        shown = ", ".join(map(str, request.indices[:8])) + (" …" if len(request.indices) > 8 else "")
-        return (
-            f"chain {request.chain}, step {request.step}{where}: the data set or its collate_fn "
-            f"raised {short_error(error)}\n  items {shown}\n{traceback.format_exc()}"
-        )
+
+class StreamedBatches(BatchMaker):
+    """Batches of an iterable data set, asked for by ticket.
+
+    Args:
+        batch_size: items per batch; None: an item is a batch.
+        drop_last: leave out a ragged last batch of an epoch.
+        shares: in how many shares a data set that divides itself is read.
+    """
+
+    def __init__(
+        self,
+        dataset: Carried,
+        collate: Carried,
+        *,
+        batch_size: int | None,
+        drop_last: bool,
+        shares: int,
+    ) -> None:
+        super().__init__(dataset, collate, batched=batch_size is not None)
+        self._batch_size, self._drop_last, self._shares = batch_size, drop_last, shares
+        self._reader: StreamReader | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_reader": None}
+
+    def make(self, request: Ticket) -> StreamBatch | StreamEnd:
+        """The batch; whatever the user's code raises comes as it is."""
+        if self._reader is None:
+            self._reader = StreamReader(
+                self.dataset.value,
+                self._batch_size,
+                self.collate.value,
+                drop_last=self._drop_last,
+                shares=self._shares,
+            )
+        items = self._reader.items(request)
+        if isinstance(items, StreamEnd):
+            return items
+        if not request.wanted:
+            return StreamBatch(None, 0, self._reader.divided)
+        with self._reader.shown():
+            batch = self.collate.value(items if self.batched else items[0])
+        return StreamBatch(batch, len(items) if self.batched else _rows_of(batch), self._reader.divided)
+
+    def where(self, request: Ticket) -> tuple[str, str]:
+        """The place of a request in words, and the items it is about."""
+        return f"chain {request.chain}", f"batch {request.position} of epoch {request.epoch}"
+
+
+def _rows_of(batch: Any) -> int:
+    """Samples in a batch that the data set made: the length of its first tensor or array."""
+    waiting = [batch]
+    while waiting:
+        one = waiting.pop(0)
+        if getattr(one, "ndim", 0) > 0:
+            return int(one.shape[0])
+        if isinstance(one, dict) or hasattr(one, "values"):
+            waiting += list(one.values())
+        elif isinstance(one, (list, tuple)):
+            waiting += one
+    return 1
 
 
 class WorkerStart:
@@ -102,7 +225,7 @@ class WorkerStart:
         leave_with_parent()
         sys.excepthook = _quiet_about_readers
         info = get_worker_info()
-        if info is not None and isinstance(info.dataset, BatchDataset):
+        if info is not None and isinstance(info.dataset, BatchMaker):
             own = replace(info, dataset=info.dataset.dataset.value)  # the user's, as they expect
             _utils.worker._worker_info = own
         if self._user is not None:
@@ -113,3 +236,10 @@ def _quiet_about_readers(kind: type[BaseException], error: BaseException, trace:
     """A reader that left in the middle of a batch is no news of a worker's."""
     if not issubclass(kind, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, trace)
+
+
+def hand_over(made: Any) -> Any:
+    """``collate_fn`` of the wrapped loader: what has to leave this process is packed."""
+    if isinstance(made, StreamBatch):
+        return made._replace(batch=send(made.batch))
+    return made if isinstance(made, StreamEnd) else send(made)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import multiprocessing
 import pickle
 import random
@@ -29,11 +30,12 @@ from torch.utils.data import (
 from devsample import LoaderSpec
 from devsample.data.loader import ChainLoader
 from devsample.errors import (
-    FeatureNotAvailableError,
     InvalidArgumentError,
     LoaderError,
+    LoaderWarning,
     NotPicklableError,
 )
+from devsample.machine import available_cores
 from devsample.seeds import Role, chain_keys
 
 CPU = torch.device("cpu")
@@ -110,14 +112,25 @@ NUMBERS = Numbers()
         (NUMBERS, {"num_workers": -1}, r"num_workers: expected an integer ≥ 0, got -1"),
         (NUMBERS, {"num_workers": None}, r"num_workers: expected an integer ≥ 0, got None"),
         (NUMBERS, {"num_workers": 1, "prefetch_factor": 0}, r"prefetch_factor: expected an integer ≥ 1"),
-        (NUMBERS, {"num_workers": 1, "timeout": -1}, r"timeout: expected seconds ≥ 0, got -1"),
-        (NUMBERS, {"num_workers": 1, "timeout": "1"}, r"timeout: expected seconds ≥ 0, got '1'"),
+        (NUMBERS, {"num_workers": 1, "timeout": -1}, r"timeout: expected seconds ≥ 0 .*got -1"),
+        (NUMBERS, {"num_workers": 1, "timeout": "1"}, r"timeout: expected seconds ≥ 0 .*got '1'"),
         (NUMBERS, {"collate_fn": 3}, r"collate_fn: expected a function, got 3"),
-        (NUMBERS, {"worker_init_fn": "x"}, r"worker_init_fn: expected a function, got 'x'"),
+        (NUMBERS, {"worker_init_fn": "x"}, r"worker_init_fn: expected a function or its import path"),
         (NUMBERS, {"in_order": False}, r"in_order: "),
+        (NUMBERS, {"in_order": None}, r"in_order: expected True or False, got None"),
+        (NUMBERS, {"pin_memory": "auto"}, r"pin_memory: expected True, False or None, got 'auto'"),
+        (NUMBERS, {"drop_last": 1}, r"drop_last: expected True or False, got 1"),
+        (NUMBERS, {"persistent_workers": "yes"}, r"persistent_workers: expected True or False, got 'yes'"),
+        (NUMBERS, {"pin_memory_device": None}, r"pin_memory_device: expected the name of a device.*got None"),
+        (NUMBERS, {"pin_memory_device": 0}, r"pin_memory_device: expected the name of a device.*got 0"),
+        (NUMBERS, {"num_workers": 1, "timeout": math.nan}, r"timeout: expected seconds ≥ 0 .*got nan"),
+        (NUMBERS, {"num_workers": 1, "timeout": math.inf}, r"timeout: expected seconds ≥ 0 .*got inf"),
+        (NUMBERS, {"num_workers": 1, "timeout": True}, r"timeout: expected seconds ≥ 0 .*got True"),
+        (NUMBERS, {"sampler": "012"}, r"sampler: expected a sampler that can be iterated again, got '012'"),
         (NUMBERS, {"sampling": "random"}, r"sampling: expected one of .*got 'random'"),
         (NUMBERS, {"shuffle": False}, r'shuffle: .*sampling="sequential"'),
         (NUMBERS, {"shuffle": "yes"}, r"shuffle: "),
+        (NUMBERS, {"shuffle": 0}, r"shuffle: expected True or None, got 0"),
         (NUMBERS, {"shuffle": True, "sampling": "epoch"}, r"sampling, shuffle: mutually exclusive"),
         (NUMBERS, {"sampler": [1, 2], "sampling": "iid"}, r"sampling, sampler: mutually exclusive"),
         (NUMBERS, {"sampler": [1], "batch_sampler": [[1]]}, r"sampler, batch_sampler: mutually exclusive"),
@@ -139,11 +152,31 @@ def test_what_is_refused_names_the_field(dataset, fields, message):
         LoaderSpec(dataset, **fields)
 
 
-def test_an_iterable_data_set_is_not_available_yet():
-    with pytest.raises(FeatureNotAvailableError, match="dataset: a Endless, which has no items"):
-        LoaderSpec(Endless())
-    with pytest.raises(FeatureNotAvailableError, match="dataset: the factory returned a Endless"):
-        LoaderSpec(Endless, batch_size=2).build()
+def test_numpys_bools_and_numbers_are_fine():
+    spec = LoaderSpec(
+        NUMBERS, batch_size=np.int64(4), num_workers=np.int8(1), timeout=np.float32(2.5),
+        drop_last=np.True_, pin_memory=np.False_, persistent_workers=np.False_, in_order=np.bool_(True),
+    )  # fmt: skip
+    kept = spec.drop_last, spec.pin_memory, spec.persistent_workers, spec.batch_size, spec.timeout
+    assert kept == (True, False, False, 4, 2.5)
+    assert [type(one) for one in kept] == [bool, bool, bool, int, float]
+
+
+def test_far_more_workers_than_cores_are_warned_of():
+    cores = available_cores()
+    LoaderSpec(NUMBERS, num_workers=4 * cores)
+    with pytest.warns(LoaderWarning, match=rf"num_workers: {4 * cores + 1} .* {cores} CPU cores") as caught:
+        LoaderSpec(NUMBERS, num_workers=4 * cores + 1)
+    assert [one.filename for one in caught] == [__file__]
+
+
+def test_a_spec_shows_what_was_given():
+    spec = LoaderSpec(NUMBERS, batch_size=2, sampler=np.arange(3), drop_last=True)
+    assert (
+        repr(spec) == "LoaderSpec(<tests.unit.test_loader_spec.Numbers>, batch_size=2, "
+        "sampler=array([0, 1, 2]), drop_last=True)"
+    )
+    assert repr(LoaderSpec(make_numbers, dataset_args=(3,))) == "LoaderSpec(make_numbers, dataset_args=(3,))"
 
 
 def test_a_distributed_sampler_is_refused():
@@ -300,9 +333,12 @@ def test_a_subclass_that_only_adds_is_recovered():
     assert LoaderSpec.from_dataloader(Mine(NUMBERS, batch_size=3)).batch_size == 3
 
 
-def test_an_iterable_data_set_of_a_loader_is_refused_by_name():
-    with pytest.raises(FeatureNotAvailableError, match="Endless"):
-        LoaderSpec.from_dataloader(DataLoader(Endless(), batch_size=2))
+def test_an_iterable_data_set_of_a_loader_needs_its_size():
+    loader = DataLoader(Endless(), batch_size=2)
+    with pytest.raises(InvalidArgumentError, match="num_samples: the data set is a Endless"):
+        LoaderSpec.from_dataloader(loader)
+    spec = LoaderSpec.from_dataloader(loader, num_samples=1000)
+    assert [batch.tolist() for batch, _ in zip(spec.build(), range(2), strict=False)] == [[0, 1], [2, 3]]
 
 
 # ---- orders -------------------------------------------------------------------------------------
@@ -597,7 +633,7 @@ def test_a_built_loader_gives_the_runs_batches_for_any_number_of_workers(workers
     expected = batches_of(specs[0], 3)
     built = specs[1].build(num_steps=3, grad_accum_steps=2)
     got = list(built)
-    built._devsample.close()
+    built.close()
     assert len(got) == len(expected) == 6
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
 
