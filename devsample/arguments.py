@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -135,7 +136,10 @@ def make_plan(given: Arguments) -> Plan:
     executor, in_processes = _check_executor(given.executor, slots)
     callbacks = check_callbacks(given.callbacks, run.num_chains, travels=in_processes)
     masks = resolve_masks(unwrap(model), *_masks(given))
-    parts = Parts(_loader_spec(given), resolve_evaluate(given.evaluate), callbacks, sampler, run, masks)
+    loader_spec = _loader_spec(given)
+    if in_processes or loader_spec.num_workers > 0:
+        _check_may_have_children()
+    parts = Parts(loader_spec, resolve_evaluate(given.evaluate), callbacks, sampler, run, masks)
     if given.on_failure not in ("retry", "keep", "raise"):
         raise InvalidArgumentError(
             f'on_failure: expected "retry", "keep" or "raise", got {given.on_failure!r}.'
@@ -159,6 +163,15 @@ def make_plan(given: Arguments) -> Plan:
         cores=len(slots),
         seeds=run.seed if isinstance(run.seed, tuple) else None,
     )
+
+
+def _check_may_have_children() -> None:
+    if multiprocessing.current_process().daemon:
+        raise InvalidArgumentError(
+            "cores: this process is daemonic (a worker of multiprocessing.Pool or of a DataLoader) and may "
+            "not start processes. Call from one that may, e.g. of concurrent.futures.ProcessPoolExecutor, "
+            "or use cores=1 and a LoaderSpec with num_workers=0."
+        )
 
 
 def _check_model(model: object) -> torch.nn.Module:

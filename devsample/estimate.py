@@ -272,7 +272,7 @@ def _settings(plan: Plan, finished: Finished) -> dict[str, Any]:
         "num_samples": prepared.num_samples,
         "batch_size": spec.batch_size,
         "grad_accum_steps": run.grad_accum_steps,
-        "sampling": spec.order,
+        "sampling": prepared.sampling,
         "baseline": run.baseline,
         "start": run.start,
         "train_mode": run.train_mode,

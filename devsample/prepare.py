@@ -64,7 +64,7 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
     random_evaluate = _try_evaluate(everything, steps, setting.key)
     everything.seeded = random_evaluate
     everything.needs_grad = _needs_grad(everything, steps[0], setting.key)
-    init_loss, init_loss_se = _center_loss(everything, served, setting, count == loader.num_samples)
+    init_loss, init_loss_se = _center_loss(everything, served, setting, loader.reads_all(count))
     everything.reset_buffers()
     touched = [name for number, name in enumerate(everything.flat.names()) if number in everything.touched]
     if not touched:
@@ -78,6 +78,7 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
     objective.reset_buffers()
     prepared = Prepared(
         num_samples=loader.num_samples,
+        sampling=loader.order,
         init_loss=init_loss,
         init_loss_se=init_loss_se,
         moving=tuple(touched),

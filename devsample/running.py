@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +95,7 @@ class _Run:
     def __init__(self, plan: Plan, folder: Path, executor: Executor) -> None:
         self._plan, self._folder, self._executor = plan, folder, executor
         self._progress: Progress | None = None
+        self._said: set[str] = set()
         self.outcomes: dict[int, ChainOutcome] = {}
         self.retries: list[str] = []
 
@@ -142,6 +144,10 @@ class _Run:
         """Progress from a chain."""
         if self._progress is not None:
             self._progress(event)
+        if event.kind == "warning" and event.text not in self._said:
+            self._said.add(event.text)
+            kind = getattr(errors, event.category, errors.DevsampleWarning)
+            warnings.warn(event.text, kind, stacklevel=2)
         if event.kind != "records":
             return
         rows = np.frombuffer(event.rows, RECORD)

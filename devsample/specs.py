@@ -70,6 +70,7 @@ class Prepared:
 
     Attributes:
         num_samples: n.
+        sampling: order of the gradient batches: "iid", "epoch", "sequential", "user" or "stream".
         nbeta: nβ used.
         nbeta_rule: "given", "n/ln n" or "batch".
         nbeta_batch: devinterp's default B/ln B of the step's batch, or None for whole items.
@@ -90,6 +91,7 @@ class Prepared:
     """
 
     num_samples: int
+    sampling: str
     nbeta: float
     nbeta_rule: str
     nbeta_batch: float | None

@@ -69,11 +69,12 @@ class Outcome:
 class Event:
     """Progress of a running task. Files in the run folder are the truth; events may be lost."""
 
-    kind: Literal["started", "progress", "records", "log"]
+    kind: Literal["started", "progress", "records", "warning"]
     chain: int = -1
     step: int = 0
     rows: bytes = b""
     text: str = ""
+    category: str = ""
     device: str = "cpu"
 
 

@@ -10,7 +10,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from devsample.data.batches import to_device
 from devsample.data.carriers import Carried, carry, pass_through
 from devsample.data.dealing import Dealer, Epoch, Stream
 from devsample.data.generators import preserved_global_generators, seed_global_generators
-from devsample.data.orders import Order, batch_length, iid_order, make_order
+from devsample.data.orders import Order, batch_length, make_order
 from devsample.data.spec import LoaderSpec, is_iterable
 from devsample.data.streams import known_shares
 from devsample.data.worker import (
@@ -36,11 +36,10 @@ from devsample.errors import LoaderError, LoaderWarning, LoaderWorkerError
 from devsample.machine import describe_exit, hidden_main_module, worker_server
 from devsample.seeds import ChainKey, Role, stream_seed
 
-_SEPARATE_ROLES = (Role.LOSS_ORDER, Role.PROBE_ORDER)
 _BROKEN_CONNECTION = (ConnectionError, FileNotFoundError, EOFError)
 _LOST_WORKER = (RuntimeError, OSError, EOFError)
 _POLL_SECONDS = 1.0  # how long a dead worker may go unnoticed
-_LOSS_STREAM_LEAD = 2048  # samples; the most by which the stream of losses starts further on
+_LARGEST_LEAD = 2048  # samples; see ChainLoader._lead
 
 
 class ChainLoader:
@@ -97,25 +96,34 @@ class ChainLoader:
             role: the purpose.
             draw: the number of the draw, if the batches are read at draws only.
         """
+        number = step if draw is None else draw
+        if role == Role.LOSS_ORDER:
+            number += self._lead(chain)
         if self.is_stream:
-            return self._stream_requests(chain, step, role, step if draw is None else draw)
-        order = self._orders.get((chain, role)) or self._new_order(chain, role)
-        pieces = order(step)
-        epoch = self._epoch(chain, step) if self._wants_epoch else 0
+            return self._stream_requests(chain, step, role, number)
+        own_order = self.order == "user" or role == Role.ORDER
+        pieces = self._order(chain, role)(number if own_order else step)
+        epoch = self._order(chain, Role.ORDER).epoch(step) if self._wants_epoch else 0
         last = len(pieces) - 1
         return [
             self._request(chain, step, micro, role, piece, last=micro == last, epoch=epoch)
             for micro, piece in enumerate(pieces)
         ]
 
+    def reads_all(self, count: int) -> bool:
+        """Whether `full_pass` reads every sample once."""
+        return self.order != "user" and count >= self.num_samples
+
     def full_pass(self, count: int) -> Iterable[BatchRequest]:
         """Requests that cover ``count`` samples once.
 
-        If that is not all of them they are evenly spread over the data set; of a stream they are
-        the first ones.
+        If that is not all of them they are evenly spread over the data set. Data with an order of
+        their own, and those of a user's sampler, are read as they come, for an epoch at most.
         """
         if self.is_stream:
             return self._stream_pass(count)
+        if self.order == "user":
+            return self._sampler_pass(count)
         count = min(count, self._num_items)
         indices = np.linspace(0, self._num_items - 1, count).round().astype(np.int64).tolist()
         size = self._micro_size
@@ -215,32 +223,46 @@ class ChainLoader:
                     raise _Stuck(waited) from None
 
     def _stream_requests(self, chain: int, step: int, role: Role, number: int) -> list[BatchRequest]:
-        lead = self._lead(chain) if role == Role.LOSS_ORDER else 0
-        first, last = lead + number * self._accumulate, self._accumulate - 1
+        first, last = number * self._accumulate, self._accumulate - 1
         return [
             BatchRequest(chain, step, micro, int(role), micro == last, (), 0, place=first + micro)
             for micro in range(self._accumulate)
         ]
 
     def _stream_pass(self, count: int) -> Iterator[BatchRequest]:
-        stream = self._streams.setdefault(
-            (0, Role.FULL_ORDER), Stream(0, self._keys[0], int(Role.FULL_ORDER))
-        )
+        name = 0, int(Role.FULL_ORDER)
+        stream = self._streams.setdefault(name, Stream(0, self._keys[0], name[1]))
         stream.restart()
         stream.limit = count
         for place in itertools.count():
             if stream.samples >= count or stream.epoch > 0:
                 return
-            yield BatchRequest(0, place, 0, int(Role.FULL_ORDER), True, (), 0, place=place)
+            yield BatchRequest(0, place, 0, name[1], True, (), 0, place=place)
+
+    def _sampler_pass(self, count: int) -> list[BatchRequest]:
+        order = make_order(self.spec, self._keys[0], self._num_items, self._micro_size, 1, Role.FULL_ORDER)
+        requests: list[BatchRequest] = []
+        while count > 0 and order.epoch(len(requests)) == 0:
+            (piece,) = order(len(requests))
+            requests.append(self._request(0, len(requests), 0, Role.FULL_ORDER, piece, last=True))
+            count -= len(piece)
+        return requests
 
     def _lead(self, chain: int) -> int:
-        """By how many batches a chain's stream of losses is ahead of that of its gradients.
+        """By how many steps a chain's losses are ahead of its gradients, if they are read in an order.
 
-        A data set without random order gives the same stream for both. Read side by side, a loss
-        would come from the very batch of the gradient.
+        A data set or sampler without randomness gives both in the same order. Read side by side, a
+        loss would come from the very batch of the gradient.
         """
-        reach = min(self.num_samples, _LOSS_STREAM_LEAD) // self._micro_size
-        return stream_seed(self._keys[chain], Role.LOSS_ORDER, 0) % max(1, reach)
+        if self.order not in ("stream", "user"):
+            return 0
+        samples, sampler = self.num_samples, self.spec.sampler or ()
+        if self.spec.batch_sampler is not None:
+            samples = len(self.spec.batch_sampler) * self._micro_size  # type: ignore[arg-type]
+        elif isinstance(sampler, Sized) and len(sampler):
+            samples = len(sampler)
+        steps = min(samples, _LARGEST_LEAD) // (self._micro_size * self._accumulate)
+        return stream_seed(self._keys[chain], Role.LOSS_ORDER, 0, part=1) % max(1, steps)
 
     def _count_shares(self, dataset: Any) -> int:
         """In how many shares a data set that divides itself is read."""
@@ -272,18 +294,12 @@ class ChainLoader:
                 stacklevel=2,
             )
 
-    def _epoch(self, chain: int, step: int) -> int:
-        order = self._orders.get((chain, Role.ORDER)) or self._new_order(chain, Role.ORDER)
-        return order.epoch(step)
-
-    def _new_order(self, chain: int, role: Role) -> Order:
-        size, key = self._micro_size * self._accumulate, self._keys[chain]
-        if role in _SEPARATE_ROLES:
-            order = iid_order(key, role, self._num_items, size, self._micro_size)
-        else:
-            order = make_order(self.spec, key, self._num_items, self._micro_size, self._accumulate)
-        self._orders[chain, role] = order
-        return order
+    def _order(self, chain: int, role: Role) -> Order:
+        if (chain, role) not in self._orders:
+            self._orders[chain, role] = make_order(
+                self.spec, self._keys[chain], self._num_items, self._micro_size, self._accumulate, role
+            )
+        return self._orders[chain, role]
 
     def _request(
         self,

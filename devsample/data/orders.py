@@ -45,9 +45,17 @@ class Order:
 
 
 def make_order(
-    spec: LoaderSpec, key: ChainKey, num_samples: int, micro_size: int, grad_accum_steps: int
+    spec: LoaderSpec,
+    key: ChainKey,
+    num_samples: int,
+    micro_size: int,
+    grad_accum_steps: int,
+    role: Role = Role.ORDER,
 ) -> Order:
-    """The order of the gradient batches of one chain.
+    """The order of the batches of one chain, for a purpose.
+
+    Gradients follow the spec's order. What is read apart from them is drawn independently, by the
+    user's own sampler if there is one: it says what the loss is an average over.
 
     Args:
         spec: the recipe: its sampling, sampler and drop_last.
@@ -55,31 +63,27 @@ def make_order(
         num_samples: length of the data set.
         micro_size: indices per micro-batch.
         grad_accum_steps: micro-batches per step.
+        role: the purpose.
     """
     if spec.batch_sampler is not None:
-        batches = _UserBatches(spec.batch_sampler, key, grad_accum_steps)
+        batches = _UserBatches(spec.batch_sampler, key, role, grad_accum_steps)
         return Order(batches, None, batches.epoch)
     size = micro_size * grad_accum_steps
-    if spec.order == "iid":
-        return iid_order(key, Role.ORDER, num_samples, size, micro_size)
     if spec.order == "user":
-        user = _UserOrder(spec.sampler, key, size, spec.drop_last)
+        user = _UserOrder(spec.sampler, key, role, size, spec.drop_last)
         return Order(user, micro_size, user.epoch)
+    if spec.order == "iid" or role != Role.ORDER:
+        blocks = IndexBlocks(key, role, num_samples, size)
+        return Order(blocks, micro_size, lambda step: step * size // num_samples)
     shuffled = spec.order == "epoch"
     order = _EpochOrder(key, num_samples, size, shuffled=shuffled, drop_last=spec.drop_last)
     return Order(order, micro_size, order.epoch)
 
 
-def iid_order(key: ChainKey, role: Role, num_samples: int, size: int, micro_size: int) -> Order:
-    """Independent, uniform indices; an epoch is as many steps as it takes to draw n of them."""
-    blocks = IndexBlocks(key, role, num_samples, size)
-    return Order(blocks, micro_size, lambda step: step * size // num_samples)
-
-
 def batch_length(spec: LoaderSpec, key: ChainKey) -> int:
     """Samples per micro-batch; of a batch sampler, the length of its first batch."""
     if spec.batch_sampler is not None:
-        return len(_UserBatches(spec.batch_sampler, key, 1)(0)[0])
+        return len(_UserBatches(spec.batch_sampler, key, Role.ORDER, 1)(0)[0])
     return 1 if spec.batch_size is None else spec.batch_size
 
 
@@ -110,12 +114,13 @@ class _EpochOrder:
 
 
 class _UserSampler(abc.ABC):
-    """The user's sampler, epoch by epoch, its random state keyed by (seed, chain, epoch)."""
+    """The user's sampler, epoch by epoch, its random state keyed by (seed, chain, purpose, epoch)."""
 
     field = "sampler"
 
-    def __init__(self, sampler: Any, key: ChainKey) -> None:
-        self._sampler, self._key = _own_copy(sampler), key  # the user's own stays as it is
+    def __init__(self, sampler: Any, key: ChainKey, role: Role) -> None:
+        self._sampler = _own_copy(sampler)  # the user's own stays as it is
+        self._key, self._role = key, role
         self._first_step, self._epoch = 0, -1
         self._steps: list[Any] = []
 
@@ -134,7 +139,7 @@ class _UserSampler(abc.ABC):
         return self._epoch
 
     def _draw_epoch(self) -> list[Any]:
-        seed = stream_seed(self._key, Role.ORDER, self._epoch)
+        seed = stream_seed(self._key, self._role, self._epoch)
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(self._epoch)
         for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
@@ -177,8 +182,8 @@ def _rekey(sampler: Any, seed: int) -> None:
 
 
 class _UserOrder(_UserSampler):
-    def __init__(self, sampler: Any, key: ChainKey, size: int, drop_last: bool) -> None:
-        super().__init__(sampler, key)
+    def __init__(self, sampler: Any, key: ChainKey, role: Role, size: int, drop_last: bool) -> None:
+        super().__init__(sampler, key, role)
         self._size, self._drop_last = size, drop_last
 
     def _cut(self, drawn: list[Any]) -> list[Any]:
@@ -195,8 +200,8 @@ class _UserOrder(_UserSampler):
 class _UserBatches(_UserSampler):
     field = "batch_sampler"
 
-    def __init__(self, sampler: Any, key: ChainKey, grad_accum_steps: int) -> None:
-        super().__init__(sampler, key)
+    def __init__(self, sampler: Any, key: ChainKey, role: Role, grad_accum_steps: int) -> None:
+        super().__init__(sampler, key, role)
         self._accumulate = grad_accum_steps
 
     def _cut(self, drawn: list[Any]) -> list[Any]:

@@ -225,11 +225,16 @@ class WorkerStart:
         leave_with_parent()
         sys.excepthook = _quiet_about_readers
         info = get_worker_info()
-        if info is not None and isinstance(info.dataset, BatchMaker):
-            own = replace(info, dataset=info.dataset.dataset.value)  # the user's, as they expect
-            _utils.worker._worker_info = own
-        if self._user is not None:
-            self._user.value(worker_id)
+        try:
+            if info is not None and isinstance(info.dataset, BatchMaker):
+                own = replace(info, dataset=info.dataset.dataset.value)  # the user's, as they expect
+                _utils.worker._worker_info = own
+                info.dataset.collate.load()
+            user = None if self._user is None else self._user.value
+        except LoaderWorkerError as error:
+            raise LoaderWorkerError(f"loader worker {worker_id} (pid {os.getpid()}): {error}") from None
+        if user is not None:
+            user(worker_id)
 
 
 def _quiet_about_readers(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -8,11 +8,14 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from devsample.errors import DevsampleWarning
+from devsample.limits import raise_file_limit
 from devsample.machine import leave_with_parent, own_process_group
 
 if TYPE_CHECKING:
@@ -35,14 +38,25 @@ def main(
         job: run folder, hash of the payload, CPU threads.
         scratch: a folder of the parent's for sockets, which it removes whatever happens here.
     """
+    become_chain_process(environment, scratch)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        _serve(connection, device, job)
+
+
+def become_chain_process(environment: Mapping[str, str], scratch: str) -> None:
+    """Set up this new process as one that may run chains; torch is not imported yet.
+
+    Args:
+        environment: variables to set.
+        scratch: a folder for sockets.
+    """
     multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined]
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     signal.signal(signal.SIGTERM, _leave)
+    raise_file_limit()
     own_process_group()
     leave_with_parent()
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        _serve(connection, device, job)
 
 
 def _leave(number: int, frame: object) -> None:
@@ -54,16 +68,20 @@ def _leave(number: int, frame: object) -> None:
 
 def _serve(connection: Connection, device: str, job: tuple[str, str, int]) -> None:
     from devsample import session as work
-    from devsample.types import Job
+    from devsample.types import Event, Job
 
     def send(*message: Any) -> None:
         connection.send_bytes(pickle.dumps(message))
 
+    def warn(category: str, text: str) -> None:
+        send("event", Event("warning", text=text, category=category))
+
     session: work.Session | None = None
     broken: Exception | None = None
-    try:
+    with forwarded_warnings(warn), contextlib.ExitStack() as at_end:
         try:
             session = work.Session(Job(Path(job[0]), job[1], job[2]), device)
+            at_end.callback(session.close)
         except Exception as error:
             broken = error
         send("ready")
@@ -77,6 +95,20 @@ def _serve(connection: Connection, device: str, job: tuple[str, str, int]) -> No
             else:
                 outcome = session.run(task, lambda event: send("event", event))
             send("outcome", outcome)
-    finally:
-        if session is not None:
-            session.close()
+
+
+@contextlib.contextmanager
+def forwarded_warnings(tell: Callable[[str, str], None]) -> Iterator[None]:
+    """Hand devsample's own warnings to ``tell(class name, text)``; whoever reads it decides about them."""
+    show = warnings.showwarning
+
+    def forward(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
+        if issubclass(category, DevsampleWarning):
+            tell(category.__name__, str(message))
+        else:
+            show(message, category, *rest, **named)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", DevsampleWarning)
+        warnings.showwarning = forward
+        yield
