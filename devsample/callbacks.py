@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 
 from devsample.errors import CallbackStateWarning, InvalidArgumentError
+from devsample.serialize import dumps
 
 _IMMUTABLE = (
     type(None),
@@ -76,7 +77,7 @@ def check_callbacks(callbacks: object, num_chains: int, *, travels: bool) -> tup
 
 def dump_state(callbacks: Sequence[Any]) -> bytes | None:
     """The callbacks after some chains, for `merge_state`."""
-    return cloudpickle.dumps(tuple(callbacks)) if callbacks else None
+    return dumps(tuple(callbacks)) if callbacks else None
 
 
 def merge_state(callbacks: Sequence[Any], returned: bytes, chains: Sequence[int], num_chains: int) -> None:
@@ -84,7 +85,7 @@ def merge_state(callbacks: Sequence[Any], returned: bytes, chains: Sequence[int]
 
     Arrays whose first axis is ``num_chains`` are merged by row; otherwise ``merge`` is called.
     """
-    for mine, other in zip(callbacks, cloudpickle.loads(returned), strict=True):
+    for mine, other in zip(callbacks, pickle.loads(returned), strict=True):
         if hasattr(mine, "merge"):
             mine.merge(other)
             continue

@@ -1,4 +1,4 @@
-"""What this machine offers and how its processes behave: cores, threads, main module, parents.
+"""How processes start, belong together and end here: threads, main module, parents, groups.
 
 Everything that differs between platforms lives here, with a fallback that works anywhere.
 """
@@ -6,7 +6,6 @@ Everything that differs between platforms lives here, with a fallback that works
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
 import os
 import signal
@@ -14,26 +13,23 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from devsample.limits import core_limits
+
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _SOCKET_PATH_LIMIT = 100
 _main_module_lock = threading.RLock()
 
 
 def available_cores() -> int:
     """CPU cores that this process may use: affinity, cgroup quota and Slurm's share, at least 1."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    cores = len(allowed) or os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = _CGROUP_CPU.read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, math.floor(int(quota) / int(period))))
-    with contextlib.suppress(KeyError, ValueError):
-        cores = min(cores, int(os.environ["SLURM_CPUS_PER_TASK"]))
-    return max(1, cores)
+    return min(core_limits().values())
+
+
+def thread_variables() -> tuple[str, ...]:
+    """The environment variables that say how many threads a process computes with."""
+    return (*_THREAD_VARIABLES, "OMP_WAIT_POLICY")
 
 
 def thread_environment(threads: int) -> dict[str, str]:

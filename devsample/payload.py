@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +22,11 @@ from devsample.checkpoints import write_bytes
 from devsample.data.spec import REMEDY, LoaderSpec
 from devsample.errors import ModelError, RunFolderError
 from devsample.flat import Masks
-from devsample.serialize import Packed, load_storages, pack, save_storages, unpack
+from devsample.large import warn_if_large
+from devsample.memory import save_storages
+from devsample.repoint import SMALLEST_BYTES, repoint
+from devsample.serialize import Packed, pack, unpack
+from devsample.shared import load_storages, on_local_disk
 from devsample.specs import RunSpec, SamplerSpec
 from devsample.types import EvaluateFn
 
@@ -86,9 +91,16 @@ class Skeleton:
 
 
 def pack_parts(parts: Parts) -> dict[str, Packed]:
-    """Every part as bytes, each tried on its own so that an error names it."""
+    """Every part as bytes, each tried on its own so that an error names it.
+
+    Warns:
+        LargePayloadWarning: what the loader spec carries is larger than 100 MB.
+    """
+    spec = parts.loader_spec.packed()
+    fields = {one.name: getattr(parts.loader_spec, one.name) for one in dataclasses.fields(LoaderSpec)}
+    warn_if_large(SimpleNamespace(**fields), "loader_spec", spec, readers=_readers(parts.loader_spec))
     return {
-        "loader_spec": parts.loader_spec.packed(),
+        "loader_spec": spec,
         "evaluate": pack(parts.evaluate, "evaluate", remedy=_FUNCTION_REMEDY),
         "callbacks": pack(parts.callbacks, "callbacks", remedy=_FUNCTION_REMEDY),
         "sampler": pack(parts.sampler, "sampling_method", remedy=REMEDY),
@@ -97,18 +109,42 @@ def pack_parts(parts: Parts) -> dict[str, Packed]:
     }
 
 
+def _readers(spec: LoaderSpec) -> str:
+    own_copies = spec.num_workers > 0 and spec.multiprocessing_context != "fork"
+    return "every chain process and every loader worker" if own_copies else "every chain process"
+
+
 def write_payload(folder: Path, packed: Mapping[str, Packed]) -> str:
-    """Write ``payload.bin`` and ``data.safetensors``; returns the payload's SHA-256."""
-    storages: list[torch.UntypedStorage] = []
-    table: dict[str, tuple[bytes, int, int]] = {}
+    """Write ``payload.bin`` and ``data.safetensors``; returns the payload's SHA-256.
+
+    The caller's own large tensors use the file's memory from then on, where nobody can tell: the
+    machine then holds one copy of them.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+    places: dict[int, int] = {}
+    table: dict[str, tuple[bytes, list[int]]] = {}
     for name, one in packed.items():
-        table[name] = (one.data, len(storages), len(storages) + len(one.storages))
-        storages += one.storages
+        for storage in one.storages:
+            places.setdefault(storage._cdata, len(places))
+            storages[storage._cdata] = storage
+        table[name] = (one.data, [places[storage._cdata] for storage in one.storages])
     data = pickle.dumps(table)
     if storages:
-        save_storages(storages, folder / "data.safetensors")
+        file = folder / "data.safetensors"
+        save_storages(list(storages.values()), file)
+        del storage
+        storages.clear()
+        _use_file(file, packed.values(), [places for _, places in table.values()])
     write_bytes(folder / "payload.bin", data)
     return hashlib.sha256(data).hexdigest()
+
+
+def _use_file(file: Path, packed: Collection[Packed], places: Sequence[Sequence[int]]) -> None:
+    """Point the tensors of ``packed`` at a private mapping of the file that holds them."""
+    large = any(one.nbytes() >= SMALLEST_BYTES for pack in packed for one in pack.storages)
+    if large and on_local_disk(file):
+        mapped = load_storages(file, keep=True)
+        repoint(list(packed), [[mapped[place] for place in of_one] for of_one in places])
 
 
 class PayloadReader:
@@ -123,14 +159,14 @@ class PayloadReader:
         data = (folder / "payload.bin").read_bytes()
         if hashlib.sha256(data).hexdigest() != sha256:
             raise RunFolderError(f"{folder / 'payload.bin'} is not the payload of this run; it was not read.")
-        self._table: dict[str, tuple[bytes, int, int]] = pickle.loads(data)
+        self._table: dict[str, tuple[bytes, list[int]]] = pickle.loads(data)
         shared = folder / "data.safetensors"
         self._storages = load_storages(shared) if shared.exists() else []
 
     def load(self, name: str) -> Any:
         """A new copy of one part; its large tensors share the mapped file."""
-        data, start, stop = self._table[name]
-        return unpack(data, self._storages[start:stop])
+        data, places = self._table[name]
+        return unpack(data, [self._storages[place] for place in places])
 
     def parts(self) -> Parts:
         """All parts."""

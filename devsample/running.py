@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pickle
 import shutil
 import sys
 import tempfile
@@ -14,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import cloudpickle
 import numpy as np
 import torch
 
@@ -117,7 +117,7 @@ class _Run:
         plan = self._plan
         same_kind = home_device(plan.model).type == torch.device(plan.slots[0]).type
         if batch and same_kind:  # else other kernels and random streams
-            loaded = cloudpickle.loads(batch)
+            loaded = pickle.loads(batch)
             check_center_loss(plan.model, plan.parts, loaded, prepared, plan.threads)
         _write_manifest(self._plan, self._folder, prepared, "running", {})
         return prepared

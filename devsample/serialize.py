@@ -1,57 +1,99 @@
-"""Objects as bytes plus tensor storages, and errors that name what cannot travel.
+"""Objects as bytes plus storages of tensors and arrays, and errors that name what cannot travel.
 
-``cloudpickle`` carries functions, closures and classes of notebooks. Tensors are taken out of the
-bytes: each storage is kept once, so ties and views stay what they are, and a file of storages can
-be memory-mapped by every process that needs it.
+``cloudpickle`` carries functions, closures and classes of notebooks and of modules that other
+processes do not find. Large data are taken out of the bytes: each storage is kept once, so ties and
+views of tensors stay what they are, and a file of storages can be memory-mapped by every process
+that needs it. What is memory-mapped from a file already travels by the file's path.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
-import os
 import pickle
-import types
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.nn.utils.parametrize import is_parametrized
 
+from devsample.culprit import find_culprit, raises, short_error, type_name
 from devsample.errors import NotPicklableError
+from devsample.importable import found_elsewhere, home_module
+from devsample.memory import Region, memory_of, save_storages
+from devsample.outofband import (
+    OUT_OF_BAND_BYTES,
+    ArrayLayout,
+    Storages,
+    TensorLayout,
+    is_plain_array,
+    reduce_array,
+)
+from devsample.shared import MappedFiles, load_storages
 
-_OUT_OF_BAND_BYTES = 1 << 16
-_MAX_DEPTH = 60
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
+__all__ = [
+    "ByValuePickler",
+    "Packed",
+    "dumps",
+    "find_culprit",
+    "load_storages",
+    "pack",
+    "pack_unproven",
+    "packed_size",
+    "save_storages",
+    "short_error",
+    "type_name",
+    "unpack",
+]
+
+_SHORT_REDUCTION = 2  # of a builtin class; the definition of one has more parts
 
 
 @dataclass(frozen=True)
 class Packed:
-    """An object as bytes and the storages of the tensors in it."""
+    """An object as bytes and the storages of the tensors and arrays in it.
 
-    data: bytes
-    storages: tuple[torch.UntypedStorage, ...]
+    Attributes:
+        data: the bytes.
+        storages: memory that is not in the bytes.
+        tensors: the tensors of the object that use those storages.
+    """
+
+    data: bytes = field(repr=False)
+    storages: tuple[torch.UntypedStorage, ...] = field(repr=False)
+    tensors: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all; data that travel by the path of a file do not count."""
+        return len(self.data) + sum(storage.nbytes() for storage in self.storages)
 
 
-def pack(obj: Any, name: str, *, every_tensor: bool = False, remedy: str = "") -> Packed:
+def pack(
+    obj: Any, name: str, *, every_tensor: bool = False, keep_devices: bool = False, remedy: str = ""
+) -> Packed:
     """Serialise ``obj``, and prove that it loads again.
 
     Args:
         obj: anything.
         name: what to call it in an error, e.g. ``"loader_spec"``.
-        every_tensor: take every tensor out of the bytes, not only the large ones.
+        every_tensor: take every tensor out of the bytes, not only the large ones, and let nothing
+            travel by the path of a file.
+        keep_devices: leave tensors that are not on the CPU in the bytes; they come back on their
+            device.
         remedy: last sentence of the error.
 
     Raises:
         NotPicklableError: naming the attribute path of what cannot travel.
     """
     try:
-        return _pack_and_load(obj, every_tensor)
+        return _pack_and_load(obj, every_tensor, keep_devices)
     except Exception as error:
         raise _explain(obj, name, error, remedy) from error
 
@@ -61,157 +103,186 @@ def unpack(
     storages: Sequence[torch.UntypedStorage],
     move: tuple[torch.device, torch.device] | None = None,
 ) -> Any:
-    """The object of `pack`; its tensors share memory with ``storages``.
+    """The object of `pack`; its tensors and arrays share memory with ``storages``.
 
     Args:
         data: the bytes of a `Packed`.
         storages: its storages.
         move: ``(from, to)``: tensors that were on the first device come back on the second.
+
+    Raises:
+        LoaderError: a file that travels by its path is gone.
     """
-    return _Unpickler(data, storages, move).load()
+    file = io.BytesIO(data)
+    return _Unpickler(file, pickle.load(file), storages, move).load()
 
 
-def save_storages(storages: Sequence[torch.UntypedStorage], path: Path) -> None:
-    """Write storages to a safetensors file, beside it first and then renamed."""
-    tensors = {
-        str(index): torch.empty(0, dtype=torch.uint8, device="cpu").set_(_on_cpu(storage))
-        for index, storage in enumerate(storages)
-    }
-    temporary = path.with_name(path.name + ".tmp")
-    save_file(tensors, temporary)
-    os.replace(temporary, path)
+def dumps(obj: Any) -> bytes:
+    """Serialise ``obj`` into bytes that ``pickle.loads`` reads, everything in them.
+
+    Functions and classes that other processes cannot import travel by value.
+    """
+    file = io.BytesIO()
+    ByValuePickler(file).dump(obj)
+    return file.getvalue()
 
 
-def load_storages(path: Path) -> list[torch.UntypedStorage]:
-    """The storages of a file, memory-mapped where the platform can; writes stay private."""
-    tensors = load_file(path)
-    return [_own_storage(tensors[str(index)]) for index in range(len(tensors))]
+def pack_unproven(obj: Any, *, known_classes: bool = False) -> Packed:
+    """`pack` without the proof that it loads, and with plain errors.
+
+    Args:
+        obj: anything.
+        known_classes: as for `ByValuePickler`.
+    """
+    return _packed(obj, False, False, known_classes)
 
 
-def _on_cpu(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    if storage.device.type == "cpu":
-        return storage
-    copied: torch.UntypedStorage = storage.cpu()  # type: ignore[no-untyped-call]
-    return copied
+def packed_size(obj: Any) -> int:
+    """Bytes that ``obj`` takes to send, 0 if it cannot be sent."""
+    try:
+        return pack_unproven(obj).nbytes
+    except Exception:  # it is reported elsewhere
+        return 0
 
 
-def _own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """A storage that starts where the tensor does (a file's tensors may share one mapping)."""
-    storage = tensor.untyped_storage()
-    offset = tensor.storage_offset()
-    if offset == 0 and storage.nbytes() == tensor.nbytes:
-        return storage
-    part: torch.UntypedStorage = storage[offset : offset + tensor.nbytes]
-    return part
+# ---- there --------------------------------------------------------------------------------------
 
 
-def _pack_and_load(obj: Any, every_tensor: bool) -> Packed:
-    pickler = _Pickler(every_tensor)
-    packed = Packed(pickler.dumps(obj), tuple(pickler.storages))
+def _pack_and_load(obj: Any, every_tensor: bool, keep_devices: bool) -> Packed:
+    packed = _packed(obj, every_tensor, keep_devices)
     unpack(packed.data, packed.storages)
     return packed
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, every_tensor: bool) -> None:
-        self._file = io.BytesIO()
-        super().__init__(self._file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._smallest = 0 if every_tensor else _OUT_OF_BAND_BYTES
-        self._known: dict[int, int] = {}
-        self.storages: list[torch.UntypedStorage] = []
-        self._tensors: list[torch.Tensor] = []  # ids stay valid while they live
-        self._numbers: dict[int, int] = {}
+def _packed(obj: Any, every_tensor: bool, keep_devices: bool, known_classes: bool = False) -> Packed:
+    storages = Storages(by_path=not every_tensor)
+    file = io.BytesIO()
+    pickler = _Pickler(file, storages, every_tensor, keep_devices)
+    pickler.known_classes = known_classes
+    pickler.dump(obj)
+    buffers = pickle.dumps(storages.buffers, protocol=pickle.HIGHEST_PROTOCOL)
+    return Packed(buffers + file.getvalue(), tuple(storages.found), tuple(pickler.tensors))
+
+
+class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """A pickler that sends by value also what comes from modules that others cannot import.
+
+    Attributes:
+        known_classes: the reader may have the classes that travel by value already: it then uses its
+            own, which stay as they are.
+    """
+
+    known_classes = False
+
+    def __init__(
+        self, file: io.BytesIO, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None
+    ) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback)
+        self._registered: list[Any] = []
+
+    def dump(self, obj: Any) -> None:
+        """Write ``obj``."""
+        try:
+            super().dump(obj)
+        finally:
+            with contextlib.suppress(ValueError):
+                while self._registered:
+                    cloudpickle.unregister_pickle_by_value(self._registered.pop())
 
     def reducer_override(self, obj: Any) -> Any:
+        """Called for every object that is not of a simple builtin type."""
+        name = home_module(obj)
+        if name in sys.modules and not found_elsewhere(name):
+            self._send_by_value(name)
         if isinstance(obj, torch.nn.Module) and is_parametrized(obj):  # refuses to be pickled as a whole
             return _blank, (type(obj),), obj.__dict__
+        reduced = super().reducer_override(obj)
+        defined = self.known_classes and isinstance(obj, type) and isinstance(reduced, tuple)
+        if defined and len(reduced) > _SHORT_REDUCTION:
+            return _known_class, (cloudpickle.cloudpickle._get_or_create_tracker_id(obj), _definition(obj))
+        return reduced
+
+    def _send_by_value(self, name: str) -> None:
+        module = sys.modules[name]
+        if name != "__main__" and name not in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.register_pickle_by_value(module)
+            self._registered.append(module)
+
+
+class _Pickler(ByValuePickler):
+    def __init__(self, file: io.BytesIO, storages: Storages, every_tensor: bool, keep_devices: bool) -> None:
+        super().__init__(file, buffer_callback=storages.take_buffer)
+        self._storages = storages
+        self._smallest = 0 if every_tensor else OUT_OF_BAND_BYTES
+        self._keep_devices = keep_devices
+        self._kept: list[Any] = []  # ids stay valid while they live
+        self._numbers: dict[int, int] = {}
+        self.tensors: list[torch.Tensor] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if is_plain_array(obj) and obj.nbytes >= OUT_OF_BAND_BYTES:
+            return reduce_array(obj)
         return super().reducer_override(obj)
 
-    def dumps(self, obj: Any) -> bytes:
-        self.dump(obj)
-        return self._file.getvalue()
-
     def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor):
-            return None
-        _check_tensor(obj)
-        if type(obj) not in (torch.Tensor, torch.nn.Parameter) or obj.layout is not torch.strided:
-            return None  # a subclass or a sparse tensor knows best how to pickle itself
-        if obj.nbytes < self._smallest and not isinstance(obj, torch.nn.Parameter):
-            return None
-        return self._reference(obj)
+        if isinstance(obj, torch.Tensor):
+            return self._tensor_id(obj)
+        if is_plain_array(obj):
+            return self._array_id(obj)
+        return None
 
-    def _reference(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        if id(tensor) not in self._numbers:
-            self._numbers[id(tensor)] = len(self._tensors)
-            self._tensors.append(tensor)
-        plain = tensor.detach().resolve_conj().resolve_neg()
+    def _array_id(self, array: np.ndarray[Any, Any]) -> Any:
+        placed = self._storages.place_array(array) if array.nbytes else None
+        if placed is None:
+            return None
+        region, start = placed
         return (
-            self._numbers[id(tensor)],
-            isinstance(tensor, torch.nn.Parameter),
-            self._storage_index(plain),
-            plain.dtype,
-            plain.storage_offset(),
-            tuple(plain.shape),
-            plain.stride(),
-            tensor.requires_grad,
-            str(tensor.device),
-            dict(tensor.__dict__),
-        )
+            self._number(array),
+            ArrayLayout(
+                region, start, array.dtype, array.shape, array.strides,
+                array.flags.writeable, isinstance(array, np.memmap),
+            ),
+        )  # fmt: skip
 
-    def _storage_index(self, tensor: torch.Tensor) -> int:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._known:
-            self._known[key] = len(self.storages)
-            self.storages.append(storage)
-        return self._known[key]
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(
-        self,
-        data: bytes,
-        storages: Sequence[torch.UntypedStorage],
-        move: tuple[torch.device, torch.device] | None,
-    ) -> None:
-        super().__init__(io.BytesIO(data))
-        self._storages = storages
-        self._move = move
-        self._moved: dict[int, torch.UntypedStorage] = {}
-        self._tensors: dict[int, torch.Tensor] = {}
-
-    def _storage(self, index: int, device: str) -> torch.UntypedStorage:
-        if self._move is None or torch.device(device) != self._move[0]:
-            return self._storages[index]
-        if index not in self._moved:
-            self._moved[index] = self._storages[index].to(device=self._move[1])
-        return self._moved[index]
-
-    def persistent_load(self, reference: Any) -> torch.Tensor:
-        (
+    def _tensor_id(self, tensor: torch.Tensor) -> Any:
+        _check_tensor(tensor)
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return None  # a subclass or a sparse tensor knows best how to pickle itself
+        if tensor.nbytes < self._smallest and not isinstance(tensor, torch.nn.Parameter):
+            return None
+        if self._keep_devices and tensor.device.type != "cpu":
+            return None
+        new = id(tensor) not in self._numbers
+        number = self._number(tensor)
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        place = self._storages.place(plain.untyped_storage())
+        if new and isinstance(place, int):
+            self.tensors.append(tensor)
+        return (
             number,
-            is_parameter,
-            index,
-            dtype,
-            offset,
-            shape,
-            stride,
-            requires_grad,
-            device,
-            attributes,
-        ) = reference
-        if number not in self._tensors:
-            storage = self._storage(index, device)
-            tensor = torch.empty(0, dtype=dtype, device=storage.device)
-            tensor = tensor.set_(storage, offset, shape, stride)
-            if is_parameter:
-                tensor = torch.nn.Parameter(tensor, requires_grad=requires_grad)
-            elif requires_grad:
-                tensor.requires_grad_()
-            tensor.__dict__.update(attributes)
-            self._tensors[number] = tensor
-        return self._tensors[number]
+            TensorLayout(
+                place, plain.dtype, int(plain.storage_offset()), tuple(plain.shape), plain.stride(),
+                isinstance(tensor, torch.nn.Parameter), tensor.requires_grad, str(tensor.device),
+                dict(tensor.__dict__),
+            ),
+        )  # fmt: skip
+
+    def _number(self, obj: Any) -> int:
+        if id(obj) not in self._numbers:
+            self._numbers[id(obj)] = len(self._kept)
+            self._kept.append(obj)
+        return self._numbers[id(obj)]
+
+
+@functools.lru_cache(maxsize=256)
+def _definition(kind: type) -> bytes:
+    return dumps(kind)
+
+
+def _known_class(tracker: str, definition: bytes) -> Any:
+    """The reader's own class, if it sent it or was sent it before."""
+    own = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker)
+    return pickle.loads(definition) if own is None else own
 
 
 def _blank(kind: type[torch.nn.Module]) -> torch.nn.Module:
@@ -238,131 +309,82 @@ def _check_tensor(tensor: torch.Tensor) -> None:
 
 
 def _explain(obj: Any, name: str, error: Exception, remedy: str) -> NotPicklableError:
-    culprit, path, cause = find_culprit(obj, name, error, lambda part: _pack_and_load(part, False))
+    culprit, path, cause = find_culprit(obj, name, error, lambda part: _pack_and_load(part, False, True))
     if isinstance(cause, NotPicklableError):
         reason = str(cause)
-    elif _raises(lambda: _Pickler(False).dumps(culprit)):
+    elif raises(lambda: pack_unproven(culprit)):
         reason = f"is a {type_name(culprit)} and cannot be sent to another process ({short_error(cause)})."
     else:
         reason = f"is a {type_name(culprit)} that pickles but does not load again ({short_error(cause)})."
     return NotPicklableError(f"{path} {reason}" + (f"\n  {remedy}" if remedy else ""))
 
 
-def find_culprit(
-    obj: Any, path: str, error: Exception, attempt: Callable[[Any], Any]
-) -> tuple[Any, str, Exception]:
-    """Descend to the deepest part of ``obj`` for which ``attempt`` raises on its own."""
-    seen = {id(obj)}
-    for _ in range(_MAX_DEPTH):
-        for child, child_path in _children(obj, path):
-            if isinstance(child, _PLAIN) or id(child) in seen:
-                continue
-            seen.add(id(child))
-            failure = _raises(functools.partial(attempt, child))
-            if failure is not None:
-                obj, path, error = child, child_path, failure
-                break
-        else:
-            break
-    return obj, path, error
+# ---- back ---------------------------------------------------------------------------------------
 
 
-def _raises(call: Callable[[], Any]) -> Exception | None:
-    try:
-        call()
-    except Exception as error:  # whatever a user's __reduce__ raises is the answer
-        return error
-    return None
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self,
+        file: io.BytesIO,
+        buffers: Sequence[int | Region],
+        storages: Sequence[torch.UntypedStorage],
+        move: tuple[torch.device, torch.device] | None,
+    ) -> None:
+        super().__init__(file, buffers=self._buffers(buffers))
+        self._storages, self._move = storages, move
+        self._moved: dict[int, torch.UntypedStorage] = {}
+        self._made: dict[int, Any] = {}
+        self._files = MappedFiles()
+        self._by_region: dict[Region, torch.UntypedStorage] = {}
 
+    def persistent_load(self, reference: tuple[int, Any]) -> Any:
+        number, layout = reference
+        if number not in self._made:
+            make = self._tensor if isinstance(layout, TensorLayout) else self._array
+            self._made[number] = make(layout)
+        return self._made[number]
 
-def _children(obj: Any, path: str) -> Iterator[tuple[Any, str]]:
-    """Parts of ``obj`` that are pickled with it, each with its path."""
-    if isinstance(obj, torch.Tensor):
-        return
-    if isinstance(obj, torch.nn.Module):
-        yield from _module_parts(obj, path)
-    elif isinstance(obj, dict):
-        yield from ((value, f"{path}[{key!r}]") for key, value in obj.items())
-    elif isinstance(obj, (list, tuple, set, frozenset)) and type(obj).__reduce__ is object.__reduce__:
-        yield from ((value, f"{path}[{index}]") for index, value in enumerate(obj))
-    elif isinstance(obj, functools.partial):
-        yield obj.func, f"{path}.func"
-        yield from ((value, f"{path}.args[{index}]") for index, value in enumerate(obj.args))
-        yield from ((value, f"{path}.keywords[{key!r}]") for key, value in obj.keywords.items())
-    elif isinstance(obj, types.MethodType):
-        yield (
-            obj.__self__,
-            path + (".__self__" if path.endswith(")") else f".{obj.__name__}.__self__"),
+    def _tensor(self, layout: TensorLayout) -> torch.Tensor:
+        storage = self._storage(layout.place, layout.device)
+        tensor = torch.empty(0, dtype=layout.dtype, device=storage.device)
+        tensor = tensor.set_(storage, layout.offset, layout.shape, layout.stride)
+        if layout.is_parameter:
+            tensor = torch.nn.Parameter(tensor, requires_grad=layout.requires_grad)
+        elif layout.requires_grad:
+            tensor.requires_grad_()
+        tensor.__dict__.update(layout.attributes)
+        return tensor
+
+    def _storage(self, place: int | Region, device: str) -> torch.UntypedStorage:
+        storage = self._region(place) if isinstance(place, Region) else self._storages[place]
+        if self._move is None or torch.device(device) != self._move[0]:
+            return storage
+        key = storage._cdata
+        if key not in self._moved:
+            self._moved[key] = storage.to(device=self._move[1])
+        return self._moved[key]
+
+    def _region(self, region: Region) -> torch.UntypedStorage:
+        if region not in self._by_region:
+            self._by_region[region] = self._files.storage(region)
+        return self._by_region[region]
+
+    def _array(self, layout: ArrayLayout) -> np.ndarray[Any, Any]:
+        mapped, start = self._files.memory(layout.region, writable=layout.writeable)
+        array: np.ndarray[Any, Any] = np.ndarray(
+            layout.shape, layout.dtype, mapped, start + layout.start, layout.strides
         )
-        yield obj.__func__, f"{path}.__func__"
-    elif isinstance(obj, types.FunctionType):
-        yield from _function_parts(obj, path)
-    elif isinstance(obj, type):
-        yield from ((value, f"{path}.{key}") for key, value in vars(obj).items() if not key.startswith("__"))
-    else:
-        yield from _state_parts(obj, path)
+        if not layout.is_memory_map:
+            return array
+        memory_map = array.view(np.memmap)
+        memory_map._mmap, memory_map.filename = mapped, layout.region.path  # type: ignore[attr-defined]
+        memory_map.offset, memory_map.mode = 0, "c" if layout.writeable else "r"
+        return memory_map
 
-
-def _module_parts(module: torch.nn.Module, path: str) -> Iterator[tuple[Any, str]]:
-    """Parameters, buffers and submodules by the names that users know, then everything else."""
-    inner = ("_parameters", "_buffers", "_modules")
-    for name in inner:
-        yield from ((value, f"{path}.{key}") for key, value in module.__dict__.get(name, {}).items())
-    yield from ((value, f"{path}.{key}") for key, value in module.__dict__.items() if key not in inner)
-
-
-def _function_parts(function: types.FunctionType, path: str) -> Iterator[tuple[Any, str]]:
-    names = function.__code__.co_freevars
-    for name, cell in zip(names, function.__closure__ or (), strict=False):
-        try:
-            yield cell.cell_contents, f"{path}.<closure {name}>"
-        except ValueError:
-            continue  # an empty cell
-    for name in _global_names(function.__code__):
-        if name in function.__globals__:
-            yield function.__globals__[name], f"{path}.<global {name}>"
-    for index, value in enumerate(function.__defaults__ or ()):
-        yield value, f"{path}.<default {index}>"
-    for name, value in (function.__kwdefaults__ or {}).items():
-        yield value, f"{path}.<default {name}>"
-
-
-def _global_names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _global_names(constant)
-    return names
-
-
-def _state_parts(obj: Any, path: str) -> Iterator[tuple[Any, str]]:
-    """What an object's own ``__reduce_ex__`` gives: its state first, by attribute name."""
-    try:
-        reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    except Exception:  # it refuses as a whole: it is the culprit itself, unless an attribute is
-        reduced = (None, (), getattr(obj, "__dict__", None))
-    if not isinstance(reduced, tuple):
-        return
-    state = reduced[2] if len(reduced) > 2 else None
-    for part in state if isinstance(state, tuple) else (state,):
-        if isinstance(part, dict):
-            yield from ((value, f"{path}.{key}") for key, value in part.items())
-        elif part is not None:
-            yield part, f"{path}.<state>"
-    for index, value in enumerate(reduced[1]):
-        yield value, f"{path}.<argument {index}>"
-    for items in reduced[3:5]:
-        if items is not None:
-            yield from ((value, f"{path}[{index}]") for index, value in enumerate(items))
-
-
-def type_name(obj: Any) -> str:
-    """An object's class, with its module unless it is a builtin."""
-    kind = type(obj)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def short_error(error: BaseException) -> str:
-    """An error's class and the first line of its message."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+    def _buffers(self, places: Sequence[int | Region]) -> Iterator[Any]:
+        for place in places:
+            if isinstance(place, Region):
+                mapped, start = self._files.memory(place)
+                yield memoryview(mapped)[start : start + place.nbytes]
+            else:
+                yield memory_of(self._storages[place])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import pickle
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 
 from devsample import ambient
@@ -31,7 +29,7 @@ from devsample.payload import Parts, PayloadReader, Skeleton, load_model
 from devsample.prepare import Setting, prepare
 from devsample.probes import Probe
 from devsample.records import RecordWriter
-from devsample.serialize import short_error
+from devsample.serialize import dumps, short_error
 from devsample.specs import Prepared
 from devsample.types import ChainOutcome, Emit, Event, Job, Outcome, Task
 
@@ -349,9 +347,7 @@ def _batch_bytes(batch: Any) -> bytes:
     from devsample.data.batches import to_device
 
     try:
-        data: bytes = cloudpickle.dumps(
-            to_device(batch, torch.device("cpu")), protocol=pickle.HIGHEST_PROTOCOL
-        )
+        data = dumps(to_device(batch, torch.device("cpu")))
     except Exception:  # a check that cannot be made is left out
         return b""
     return data if len(data) <= _LARGEST_CHECK_BATCH else b""

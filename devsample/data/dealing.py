@@ -85,6 +85,7 @@ class Dealer:
         keys: the keys of all chains.
         requests: what is to be served, each stream's places in ascending order.
         shares: in how many shares a data set that divides itself is read.
+        workers: how many processes take turns at the tickets.
     """
 
     def __init__(
@@ -93,19 +94,28 @@ class Dealer:
         keys: Sequence[ChainKey],
         requests: Iterable[BatchRequest],
         shares: int,
+        workers: int,
     ) -> None:
         self._streams, self._keys, self._requests = streams, keys, iter(requests)
-        self._shares = max(1, shares)
+        self._shares, self._workers = max(1, shares), max(1, workers)
+        self.divided: bool | None = None if self._shares > 1 else False
+        """Whether the data set divides itself, once that is known."""
+        self.differs = False
+        """Whether two processes read the same part of the data differently."""
         self._courses: dict[tuple[int, int], _Course] = {}
         self._line: deque[BatchRequest] = deque()
-        self._issued: deque[Ticket] = deque()
+        self._issued: deque[Ticket | None] = deque()
+        self._turn = 0  # of the worker that gets the next ticket
+        self._digests: dict[tuple[int, int, int, int], str] = {}
         self.epochs: list[Epoch] = []
         """The epochs that have ended."""
 
-    def __iter__(self) -> Iterator[Ticket]:
+    def __iter__(self) -> Iterator[Ticket | None]:
+        self._turn = 0  # a loader that starts anew starts with its first worker
         return self
 
-    def __next__(self) -> Ticket:
+    def __next__(self) -> Ticket | None:
+        """The next ticket; None, to be answered by nothing, makes it another worker's turn."""
         for course in self._courses.values():
             if course.owed > 0:
                 return self._issue(course)
@@ -126,9 +136,11 @@ class Dealer:
         """Whether every request that was looked at has been served."""
         return not self._line
 
-    def take(self, reply: StreamBatch | StreamEnd) -> None:
+    def take(self, reply: StreamBatch | StreamEnd | None) -> None:
         """What the oldest ticket brought."""
         ticket = self._issued.popleft()
+        if ticket is None or reply is None:
+            return
         course = self._courses[ticket.chain, ticket.role]
         course.under_way -= 1
         if isinstance(reply, StreamEnd):
@@ -137,6 +149,8 @@ class Dealer:
             if ticket.epoch == course.epoch:
                 self._end(course, ticket, reply)
             return
+        self.divided = reply.divided
+        self._compare(ticket, reply)
         course.ends = 0
         place, course.arrived = course.arrived, course.arrived + 1
         matched = len(course.ready)
@@ -181,7 +195,12 @@ class Dealer:
         course.epoch = course.position = course.asked = course.arrived = course.ends = 0
         course.items = {}
 
-    def _issue(self, course: _Course) -> Ticket:
+    def _issue(self, course: _Course) -> Ticket | None:
+        """The next ticket of a stream, when it is the turn of the worker that reads its share."""
+        turn, self._turn = self._turn, (self._turn + 1) % self._workers
+        if self.divided is not False and turn != course.position % self._shares:
+            self._issued.append(None)
+            return None
         course.owed -= 1
         course.under_way += 1
         wanted = course.gap == 0
@@ -191,6 +210,17 @@ class Dealer:
         course.position += 1
         self._issued.append(ticket)
         return ticket
+
+    def _compare(self, ticket: Ticket, reply: StreamBatch) -> None:
+        """Whether all processes that read a share of an epoch read the same."""
+        if not reply.digest:
+            return
+        share = ticket.position % self._shares if reply.divided else 0
+        name = ticket.chain, ticket.role, ticket.epoch, share
+        if self._digests.setdefault(name, reply.digest) != reply.digest:
+            self.differs = True
+        for old in [one for one in self._digests if one[:2] == name[:2] and one[2] < ticket.epoch - 1]:
+            del self._digests[old]
 
     def _end(self, course: _Course, ticket: Ticket, reply: StreamEnd) -> None:
         shares = self._shares if reply.divided else 1

@@ -185,7 +185,8 @@ class ChainLoader:
             yield under_way.popleft(), batch
 
     def _serve_streams(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[BatchRequest, Any]]:
-        dealer = Dealer(self._streams, self._keys, requests, self._shares)
+        workers = self.spec.num_workers
+        dealer = Dealer(self._streams, self._keys, requests, shares=self._shares, workers=workers)
         looked_at = 0
         while True:
             for reply in self._batches(dealer):
@@ -193,6 +194,8 @@ class ChainLoader:
                 for epoch in dealer.epochs[looked_at:]:
                     self._look_at(epoch)
                 looked_at = len(dealer.epochs)
+                if dealer.differs:
+                    self._say_it_differs()
                 for request, made in dealer.ready():
                     yield request._replace(indices=range(made.size)), made.batch
             if dealer.idle:
@@ -276,6 +279,16 @@ class ChainLoader:
             stacklevel=2,
         )
         return known
+
+    def _say_it_differs(self) -> None:
+        warnings.warn(
+            "loader_spec.dataset: two loader workers read the same part of the data in another order or with "
+            "another content, so samples are left out and others come twice. The data set takes its "
+            "randomness from the clock or the system: give it a seed, let it draw from the generators of "
+            "torch, numpy or random, or use num_workers=1.",
+            LoaderWarning,
+            stacklevel=2,
+        )
 
     def _look_at(self, epoch: Epoch) -> None:
         """Say what is odd about an epoch, once."""
@@ -450,4 +463,4 @@ class _Plan:
     source: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        return self.source
+        return iter(self.source)

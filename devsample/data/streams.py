@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import _utils, get_worker_info
 
+from devsample.data.fingerprint import content_hash
 from devsample.data.generators import find_generators, reseed, seed_global_generators
 from devsample.errors import LoaderError
 from devsample.seeds import ChainKey, Role, stream_seed
@@ -50,6 +51,8 @@ class StreamBatch(NamedTuple):
     batch: Any
     size: int
     divided: bool
+    digest: str = ""
+    """Of the first items of the epoch, or of the share, if this process has just opened it."""
 
 
 class StreamEnd(NamedTuple):
@@ -95,6 +98,13 @@ class StreamReader:
     def divided(self) -> bool:
         """Whether the data set was seen to divide itself."""
         return bool(self._divided)
+
+    def new_digest(self) -> str:
+        """The digest of the epoch that the latest items belong to, the first time it is asked for."""
+        if self._latest is None:
+            return ""
+        digest, self._latest.digest = self._latest.digest, ""
+        return digest
 
     def shown(self) -> contextlib.AbstractContextManager[None]:
         """While a batch is collated, the user's code sees the share that its items came from."""
@@ -169,6 +179,8 @@ class StreamReader:
             self._seed(reading, ticket, position)
         with reading.shown():
             items = _take(reading.iterator, self._batch_size or 1)
+        if reading.place == 0 and reading.info is not None:
+            reading.digest = content_hash(items)
         reading.count += len(items)
         ragged = self._batch_size is not None and len(items) < self._batch_size
         if not items or (ragged and self._drop_last and reading.place and ticket.role != Role.FULL_ORDER):
@@ -221,6 +233,7 @@ class _Reading:
         self.count = 0  # items so far
         self.ended = False
         self.first: list[Any] | None = None  # read already
+        self.digest = ""
 
     def shown(self) -> contextlib.AbstractContextManager[None]:
         """While the user's code runs, it sees the share that this reading is."""

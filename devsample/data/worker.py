@@ -176,8 +176,10 @@ class StreamedBatches(BatchMaker):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_reader": None}
 
-    def make(self, request: Ticket) -> StreamBatch | StreamEnd:
-        """The batch; whatever the user's code raises comes as it is."""
+    def make(self, request: Ticket | None) -> StreamBatch | StreamEnd | None:
+        """The batch; whatever the user's code raises comes as it is. Nothing, if none is asked for."""
+        if request is None:
+            return None
         if self._reader is None:
             self._reader = StreamReader(
                 self.dataset.value,
@@ -190,10 +192,11 @@ class StreamedBatches(BatchMaker):
         if isinstance(items, StreamEnd):
             return items
         if not request.wanted:
-            return StreamBatch(None, 0, self._reader.divided)
+            return StreamBatch(None, 0, self._reader.divided, self._reader.new_digest())
         with self._reader.shown():
             batch = self.collate.value(items if self.batched else items[0])
-        return StreamBatch(batch, len(items) if self.batched else _rows_of(batch), self._reader.divided)
+        size = len(items) if self.batched else _rows_of(batch)
+        return StreamBatch(batch, size, self._reader.divided, self._reader.new_digest())
 
     def where(self, request: Ticket) -> tuple[str, str]:
         """The place of a request in words, and the items it is about."""
@@ -247,4 +250,4 @@ def hand_over(made: Any) -> Any:
     """``collate_fn`` of the wrapped loader: what has to leave this process is packed."""
     if isinstance(made, StreamBatch):
         return made._replace(batch=send(made.batch))
-    return made if isinstance(made, StreamEnd) else send(made)
+    return made if made is None or isinstance(made, StreamEnd) else send(made)

@@ -98,14 +98,29 @@ def _checked(device: Any) -> str:
         raise InvalidArgumentError(
             f"device: {device!r} is no device ({str(error).splitlines()[0]})."
         ) from error
-    if parsed.type == "cuda":
-        count = torch.cuda.device_count()
-        if (parsed.index or 0) >= count:
-            raise InvalidArgumentError(
-                f"device: {parsed} is not there; this machine has {count} CUDA devices."
-            )
-    elif parsed.type == "mps" and not torch.backends.mps.is_available():
-        raise InvalidArgumentError("device: mps is not available on this machine.")
-    elif parsed.type == "meta":
-        raise InvalidArgumentError("device: meta holds no values.")
+    _check_there(parsed)
     return str(parsed)
+
+
+def _check_there(device: torch.device) -> None:
+    """An error unless this machine has the device."""
+    problem = ""
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            problem = f"is not there; this machine has {count} CUDA devices"
+    elif device.type == "mps":
+        if not torch.backends.mps.is_available():
+            problem = (
+                "is not available: it takes macOS 12.3 or newer, an Apple GPU and a PyTorch built for them"
+            )
+        elif device.index:
+            problem = "is not there; there is one, mps:0"
+    elif device.type == "meta":
+        problem = "holds no values"
+    elif device.type != "cpu":
+        module = getattr(torch, device.type, None)
+        if module is None or not module.is_available():
+            problem = "is not available; this PyTorch sees no such device"
+    if problem:
+        raise InvalidArgumentError(f"device: {device} {problem}.")

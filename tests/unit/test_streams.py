@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import os
 import random
 import warnings
 
@@ -299,3 +300,60 @@ def test_interrupted_serving_goes_on_where_it_was():
             served = loader.serve(asked)
             got.append([batch.tolist() for _, batch in itertools.islice(served, stop - start)])
     assert got == [whole[0:2], whole[2:5], whole[5:9], whole[1:4]]
+
+
+class FromTheClock(Numbers):
+    """An order that nobody can repeat."""
+
+    def __iter__(self):
+        items = list(range(self.n))
+        random.Random(os.urandom(8)).shuffle(items)
+        yield from items
+
+
+class DividingFromTheClock(Dividing):
+    def __iter__(self):
+        items = list(super().__iter__())
+        random.Random(os.urandom(8)).shuffle(items)
+        yield from items
+
+
+def test_workers_that_read_different_streams_are_noticed():
+    spec = LoaderSpec(
+        FromTheClock(100), batch_size=4, num_samples=100, num_workers=2, multiprocessing_context="fork"
+    )
+    with pytest.warns(LoaderWarning, match="two loader workers read the same part"):
+        list(itertools.islice(spec.build(), 6))
+    for workers in (0, 1):
+        spec = LoaderSpec(
+            FromTheClock(100),
+            batch_size=4,
+            num_samples=100,
+            num_workers=workers,
+            multiprocessing_context="fork",
+        )
+        items = itertools.chain.from_iterable(first_batches(spec, 25))
+        assert sorted(items) == list(range(100))
+
+
+def test_a_share_is_always_read_by_the_same_worker():
+    spec = LoaderSpec(
+        DividingFromTheClock, batch_size=2, num_samples=15, num_workers=2, multiprocessing_context="fork"
+    )
+    got = collections.defaultdict(list)
+    with (
+        warnings.catch_warnings(),
+        ChainLoader(spec, chain_keys(0, 1), grad_accum_steps=1, device=CPU) as loader,
+    ):
+        warnings.simplefilter("error", LoaderWarning)
+        asked = []
+        for step in range(27):  # losses at every third step
+            asked += loader.requests(0, step)
+            if step % 3 == 0:
+                asked += loader.requests(0, step, Role.PROBE_ORDER, draw=step // 3)
+        for request, batch in loader.serve(asked):
+            got[request.role] += batch.tolist()
+    for items in got.values():
+        counts = collections.Counter(items)
+        assert len(items) >= 15
+        assert max(counts.values()) - min(counts.values()) <= 1
