@@ -33,6 +33,17 @@ def home_module(obj: Any) -> str | None:
     return None
 
 
+def has_home(kind: type) -> bool:
+    """Whether another process finds a class by its name."""
+    name = home_module(kind)
+    if name is None:
+        return True  # made by an extension, which knows it
+    found: Any = sys.modules.get(name)
+    for part in kind.__qualname__.split("."):
+        found = getattr(found, "__dict__", {}).get(part)  # getattr(found, part) may import something
+    return found is kind and found_elsewhere(name)
+
+
 @functools.lru_cache(maxsize=4096)
 def _found(name: str, path: tuple[str, ...], finders: tuple[int, ...]) -> bool:
     """The answer for a state of ``sys.path`` and ``sys.meta_path``, which it changes with."""

@@ -13,7 +13,7 @@ import functools
 import io
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from devsample.culprit import find_culprit, raises, short_error, type_name
 from devsample.errors import NotPicklableError
-from devsample.importable import found_elsewhere, home_module
+from devsample.importable import found_elsewhere, has_home, home_module
 from devsample.memory import Region, memory_of, save_storages
 from devsample.outofband import (
     OUT_OF_BAND_BYTES,
@@ -42,7 +42,9 @@ __all__ = [
     "Packed",
     "dumps",
     "find_culprit",
+    "identify_classes",
     "load_storages",
+    "loads",
     "pack",
     "pack_unproven",
     "packed_size",
@@ -118,13 +120,34 @@ def unpack(
 
 
 def dumps(obj: Any) -> bytes:
-    """Serialise ``obj`` into bytes that ``pickle.loads`` reads, everything in them.
+    """Serialise ``obj`` into bytes for `loads`, or ``pickle.loads``; everything is in them.
 
     Functions and classes that other processes cannot import travel by value.
     """
     file = io.BytesIO()
     ByValuePickler(file).dump(obj)
     return file.getvalue()
+
+
+def loads(data: bytes) -> Any:
+    """The object of `dumps`; classes that this process has stay as they are."""
+    return _CarefulUnpickler(io.BytesIO(data)).load()
+
+
+def identify_classes() -> None:
+    """Let processes that are forked from this one know which class is which.
+
+    A class that has no home by name is known by an identity, which it gets when it is sent. It
+    has to be the same in processes that are forked before that.
+    """
+    todo, seen = [object], set[type]()
+    while todo:
+        for kind in type.__subclasses__(todo.pop()):
+            if kind not in seen:
+                seen.add(kind)
+                todo.append(kind)
+                if not has_home(kind):
+                    cloudpickle.cloudpickle._get_or_create_tracker_id(kind)
 
 
 def pack_unproven(obj: Any, *, known_classes: bool = False) -> Packed:
@@ -322,7 +345,41 @@ def _explain(obj: Any, name: str, error: Exception, remedy: str) -> NotPicklable
 # ---- back ---------------------------------------------------------------------------------------
 
 
-class _Unpickler(pickle.Unpickler):
+class _CarefulUnpickler(pickle.Unpickler):
+    """Leaves classes that this process has as they are.
+
+    Reading a class that was sent by value would set all its attributes again, and so give the class
+    of the caller other methods.
+    """
+
+    def __init__(self, file: io.BytesIO, *, buffers: Iterable[Any] | None = None) -> None:
+        super().__init__(file, buffers=buffers)
+        self._new_classes: list[type] = []
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if module == "cloudpickle.cloudpickle":
+            if name in ("_make_skeleton_class", "_make_skeleton_enum"):
+                return functools.partial(_class, self._new_classes, found)
+            if name == "_class_setstate":
+                return functools.partial(_define, self._new_classes, found)
+        return found
+
+
+def _class(new: list[type], make: Callable[..., type], *args: Any) -> type:
+    *_, tracker, _ = args
+    own: type | None = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker)
+    if own is None:
+        own = make(*args)
+        new.append(own)
+    return own
+
+
+def _define(new: list[type], define: Callable[..., type], kind: type, state: Any) -> type:
+    return define(kind, state) if any(kind is one for one in new) else kind
+
+
+class _Unpickler(_CarefulUnpickler):
     def __init__(
         self,
         file: io.BytesIO,
@@ -330,11 +387,11 @@ class _Unpickler(pickle.Unpickler):
         storages: Sequence[torch.UntypedStorage],
         move: tuple[torch.device, torch.device] | None,
     ) -> None:
-        super().__init__(file, buffers=self._buffers(buffers))
+        self._files = MappedFiles()
         self._storages, self._move = storages, move
+        super().__init__(file, buffers=[self._buffer(place) for place in buffers])
         self._moved: dict[int, torch.UntypedStorage] = {}
         self._made: dict[int, Any] = {}
-        self._files = MappedFiles()
         self._by_region: dict[Region, torch.UntypedStorage] = {}
 
     def persistent_load(self, reference: tuple[int, Any]) -> Any:
@@ -381,10 +438,8 @@ class _Unpickler(pickle.Unpickler):
         memory_map.offset, memory_map.mode = 0, "c" if layout.writeable else "r"
         return memory_map
 
-    def _buffers(self, places: Sequence[int | Region]) -> Iterator[Any]:
-        for place in places:
-            if isinstance(place, Region):
-                mapped, start = self._files.memory(place)
-                yield memoryview(mapped)[start : start + place.nbytes]
-            else:
-                yield memory_of(self._storages[place])
+    def _buffer(self, place: int | Region) -> memoryview:
+        if not isinstance(place, Region):
+            return memory_of(self._storages[place])
+        mapped, start = self._files.memory(place)
+        return memoryview(mapped)[start : start + place.nbytes]

@@ -22,7 +22,7 @@ from devsample.chain import PROBE_STEPS, RECORD, Group, Row
 from devsample.checkpoints import write_json
 from devsample.data.loader import ChainLoader
 from devsample.data.worker import BatchRequest
-from devsample.errors import DevsampleError, LoaderWorkerError
+from devsample.errors import DevsampleError, LoaderError, LoaderWorkerError
 from devsample.flat import FlatParameters
 from devsample.objective import Objective, preserved_process_state
 from devsample.payload import Parts, PayloadReader, Skeleton, load_model
@@ -320,6 +320,8 @@ def failed(task: Task, error: Exception) -> Outcome:
 
 def _root_traceback(error: BaseException) -> str:
     """The traceback of the first cause, from where it left this package's code."""
+    if isinstance(error, LoaderError) and (error.__cause__ is None or isinstance(error, LoaderWorkerError)):
+        return ""  # the message says where, and what the data set's own code raised
     while error.__cause__ is not None:
         error = error.__cause__
     package = str(Path(__file__).parent)

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from devsample.data.generators import seed_global_generators
-from devsample.data.sending import send
+from devsample.data.sending import collate_without_shared_memory_if_full, send
 from devsample.data.spec import REMEDY, LoaderSpec
 from devsample.errors import LoaderWorkerError, NotPicklableError
 from devsample.large import warn_if_large
 from devsample.memory import Region
 from devsample.repoint import repoint
-from devsample.serialize import Packed, pack, short_error, unpack
+from devsample.serialize import Packed, identify_classes, pack, short_error, unpack
 from devsample.shared import MappedFiles, SharedBlock
 
 __all__ = ["Carried", "Rebuilt", "Shipment", "carry", "pass_through", "send"]
@@ -149,6 +149,8 @@ def carry(dataset: Any, spec: LoaderSpec, seed: int) -> Carried:
         spec: its recipe, for ``worker_dataset``.
         seed: of the global generators while a factory runs.
     """
+    if spec.multiprocessing_context == "fork":
+        identify_classes()
     if spec.num_workers == 0 or spec.multiprocessing_context == "fork":
         return Carried(dataset, "dataset")
     if spec.worker_dataset == "rebuild":
@@ -165,6 +167,19 @@ def carry(dataset: Any, spec: LoaderSpec, seed: int) -> Carried:
     return Carried(dataset, "dataset", packed)
 
 
-def pass_through(worker_init_fn: Callable[[int], None] | None) -> Carried | None:
-    """Carrier for an optional function."""
-    return None if worker_init_fn is None else Carried(worker_init_fn, "worker_init_fn")
+class Beginning:
+    """What a worker begins with: it readies itself to send batches, then calls the user's function."""
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self.worker_init_fn = worker_init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        """Called in the new worker."""
+        collate_without_shared_memory_if_full()
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker_id)
+
+
+def pass_through(worker_init_fn: Callable[[int], None] | None) -> Carried:
+    """Carrier for what a worker begins with."""
+    return Carried(Beginning(worker_init_fn), "loader_spec")

@@ -114,6 +114,25 @@ def reseed(generators: Sequence[Any], seed: int) -> None:
             one.manual_seed((seed + 0x9E3779B97F4A7C15 * (number + 1)) & 0x7FFFFFFFFFFFFFFF)
 
 
+def state_of(generator: Any) -> Any:
+    """What `set_state` takes to put a generator of `find_generators` back."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Put a generator back into a state."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
 def _is_generator(one: Any) -> bool:
     if isinstance(one, torch.Generator):
         return one.device.type == "cpu"

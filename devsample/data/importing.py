@@ -204,7 +204,7 @@ def plain_arguments(args: Iterable[Any], kwargs: Mapping[str, Any]) -> tuple[tup
 def path_of(function: Any) -> str | None:
     """The import path that leads to ``function``, if there is one."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
+    if not isinstance(module, str) or not isinstance(name, str):
         return None
     path = ImportPath(f"{module}:{name}")
     try:
@@ -254,7 +254,7 @@ def _source_of(spec: ModuleSpec) -> str | None:
 def _defined(source: str, module: str) -> set[str]:
     """Names that the top level of a module binds."""
     symbols = symtable.symtable(source, module, "exec").get_symbols()
-    return {one.get_name() for one in symbols if one.is_assigned() or one.is_imported() or one.is_namespace()}
+    return {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()}
 
 
 def _signature_in(source: str, name: str) -> inspect.Signature | None:
@@ -266,9 +266,6 @@ def _signature_in(source: str, name: str) -> inspect.Signature | None:
     if named[0].decorator_list:
         return None
     arguments = named[0].args
-    for one in ast.walk(arguments):
-        if isinstance(one, ast.arg):
-            one.annotation = None
     arguments.defaults = [ast.Constant(...) for _ in arguments.defaults]
     arguments.kw_defaults = [None if one is None else ast.Constant(...) for one in arguments.kw_defaults]
     lambda_ = ast.Expression(ast.Lambda(arguments, ast.Constant(None)))

@@ -166,6 +166,7 @@ class ChainLoader:
         """End the workers."""
         self._end_workers()
         self._resources.close()
+        self._loader.dataset.put_back()  # type: ignore[attr-defined]
 
     def __enter__(self) -> ChainLoader:
         return self

@@ -22,6 +22,7 @@ import cloudpickle
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from devsample.errors import LoaderWarning, LoaderWorkerError
 from devsample.memory import memory_of, storage_over
@@ -81,11 +82,30 @@ def send(batch: Any) -> Any:
         ) from None
 
 
+def collate_without_shared_memory_if_full() -> None:
+    """Called in a worker: let ``default_collate`` stack tensors elsewhere if shared memory is full.
+
+    It lays them into shared memory at once, before `send` can look for another way.
+    """
+
+    def stacked(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+        try:
+            stack: torch.Tensor = in_shared_memory(batch, collate_fn_map=collate_fn_map)
+            return stack
+        except RuntimeError as error:
+            if not is_no_space(error):
+                raise
+        return torch.stack(batch)
+
+    in_shared_memory = default_collate_fn_map[torch.Tensor]
+    default_collate_fn_map[torch.Tensor] = stacked
+
+
 def _packed(batch: Any) -> PackedBatch:
     try:
         return PackedBatch(_in_shared_memory(batch))
     except Exception as error:
-        if not _is_no_space(error):
+        if not is_no_space(error):
             raise
     packed = pack_unproven(batch, known_classes=True)
     memory = tuple(bytes(memory_of(storage)) for storage in packed.storages)
@@ -97,7 +117,7 @@ def _in_shared_memory(batch: Any) -> bytes:
     try:
         return _dump(_ByName, batch)
     except Exception as error:  # the reader may not find a class by its name
-        if _is_no_space(error):
+        if is_no_space(error):
             raise
     return _dump(_ByValue, batch)
 
@@ -152,7 +172,8 @@ def _released_on_error() -> Iterator[None]:
         raise
 
 
-def _is_no_space(error: Exception) -> bool:
+def is_no_space(error: Exception) -> bool:
+    """Whether shared memory was full."""
     full = isinstance(error, OSError) and error.errno == errno.ENOSPC
     return full or "No space left on device" in str(error)
 

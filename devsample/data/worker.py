@@ -5,10 +5,11 @@ This module is preloaded by the server that forks the workers: it stays light.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,7 +22,10 @@ from devsample.data.generators import (
     preserved_global_generators,
     reseed,
     seed_global_generators,
+    set_state,
+    state_of,
 )
+from devsample.data.sending import is_no_space
 from devsample.data.streams import StreamBatch, StreamEnd, StreamReader, Ticket, set_epoch
 from devsample.errors import LoaderError, LoaderWorkerError
 from devsample.machine import leave_with_parent
@@ -55,14 +59,24 @@ class BatchMaker(Dataset[Any]):
 
     def __init__(self, dataset: Carried, collate: Carried, *, batched: bool) -> None:
         self.dataset, self.collate, self.batched = dataset, collate, batched
-        self.preserves = False  # whether the process's own generators stay as they are
+        self.preserves = False  # whether all generators are as before after every batch
+        self._kept: dict[int, tuple[Any, Any]] = {}
 
     def __getitem__(self, request: Any) -> Any:
         """The batch that was asked for."""
         if self.preserves and get_worker_info() is None:
             with preserved_global_generators():
-                return self._guarded(request)
+                self._kept = {key: (one, state_of(one)) for key, (one, _) in self._kept.items()}
+                try:
+                    return self._guarded(request)
+                finally:
+                    self.put_back()
         return self._guarded(request)
+
+    def put_back(self) -> None:
+        """Put the generators that the user's objects hold into the state in which they were found."""
+        for generator, state in self._kept.values():
+            set_state(generator, state)
 
     def make(self, request: Any) -> Any:
         """The batch; whatever the user's code raises comes as it is."""
@@ -71,6 +85,21 @@ class BatchMaker(Dataset[Any]):
     def where(self, request: Any) -> tuple[str, str]:
         """The place of a request in words, and the items it is about."""
         raise NotImplementedError
+
+    def _keep(self, generators: Iterable[Any]) -> None:
+        """Note the state of generators that will be seeded."""
+        for one in generators:
+            if id(one) not in self._kept:
+                self._kept[id(one)] = one, state_of(one)
+
+    def _collated(self, items: Any) -> Any:
+        try:
+            return self.collate.value(items)
+        except Exception as error:
+            if get_worker_info() is None or not is_no_space(error):
+                raise
+        with _as_in_no_worker():  # so that torch's function collates into memory of its own
+            return self.collate.value(items)
 
     def _guarded(self, request: Any) -> Any:
         try:
@@ -106,7 +135,7 @@ class IndexedBatches(BatchMaker):
         self._generators: list[Any] | None = None  # not looked for yet
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_generators": None, "_epoch": -1}
+        return self.__dict__ | {"_generators": None, "_epoch": -1, "_kept": {}}
 
     @property
     def _rows(self) -> tuple[torch.Tensor, ...] | None:
@@ -126,7 +155,7 @@ class IndexedBatches(BatchMaker):
         if rows is not None:
             index = torch.tensor(request.indices, device="cpu")
             return [one[index] for one in rows]
-        return self.collate.value(self._items(request.indices))
+        return self._collated(self._items(request.indices))
 
     def where(self, request: BatchRequest) -> tuple[str, str]:
         """The place of a request in words, and the items it is about."""
@@ -136,6 +165,7 @@ class IndexedBatches(BatchMaker):
     def _seed(self, request: BatchRequest) -> None:
         if self._generators is None:
             self._generators = find_generators(self.dataset.value, self.collate.value)
+            self._keep(self._generators)
         if request.epoch != self._epoch:
             set_epoch(self.dataset.value, request.epoch)
             self._epoch = request.epoch
@@ -174,13 +204,14 @@ class StreamedBatches(BatchMaker):
         self._reader: StreamReader | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_reader": None}
+        return self.__dict__ | {"_reader": None, "_kept": {}}
 
     def make(self, request: Ticket | None) -> StreamBatch | StreamEnd | None:
         """The batch; whatever the user's code raises comes as it is. Nothing, if none is asked for."""
         if request is None:
             return None
         if self._reader is None:
+            self._keep(find_generators(self.dataset.value, self.collate.value))
             self._reader = StreamReader(
                 self.dataset.value,
                 self._batch_size,
@@ -194,13 +225,24 @@ class StreamedBatches(BatchMaker):
         if not request.wanted:
             return StreamBatch(None, 0, self._reader.divided, self._reader.new_digest())
         with self._reader.shown():
-            batch = self.collate.value(items if self.batched else items[0])
+            batch = self._collated(items if self.batched else items[0])
         size = len(items) if self.batched else _rows_of(batch)
         return StreamBatch(batch, size, self._reader.divided, self._reader.new_digest())
 
     def where(self, request: Ticket) -> tuple[str, str]:
         """The place of a request in words, and the items it is about."""
         return f"chain {request.chain}", f"batch {request.position} of epoch {request.epoch}"
+
+
+@contextlib.contextmanager
+def _as_in_no_worker() -> Iterator[None]:
+    worker: Any = _utils.worker
+    info = worker._worker_info
+    worker._worker_info = None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
 
 
 def _rows_of(batch: Any) -> int:

@@ -696,3 +696,39 @@ def test_n_is_num_samples_or_the_length():
     assert LoaderSpec(NUMBERS).sample_count(NUMBERS) == 10
     assert LoaderSpec(Lengthless(), num_samples=6).sample_count(Lengthless()) == 6
     assert max(sum(steps_of(LoaderSpec(Lengthless(), num_samples=6, batch_size=8), 20), [])) == 5
+
+
+class WithGenerators(Numbers):
+    def __init__(self):
+        super().__init__()
+        self.numpy, self.legacy = np.random.default_rng(0), np.random.RandomState(0)
+        self.python, self.torch = random.Random(0), torch.Generator().manual_seed(0)
+
+    def __getitem__(self, index):
+        return index + self.draw()[0]
+
+    def draw(self):
+        return (
+            self.numpy.random(),
+            self.legacy.randn(),
+            self.python.random(),
+            torch.rand((), generator=self.torch).item(),
+        )
+
+
+class StreamWithGenerators(WithGenerators, IterableDataset):
+    def __iter__(self):
+        for index in range(10):
+            yield index + self.draw()[0]
+
+
+@pytest.mark.parametrize("kind", [WithGenerators, StreamWithGenerators])
+def test_generators_of_the_callers_data_set_stay_as_they_are(kind):
+    fresh, dataset = kind(), kind()
+    assert fresh.draw() == dataset.draw()
+    spec = LoaderSpec(dataset, batch_size=3, num_samples=10)
+    for _, _ in zip(spec.build(), range(5), strict=False):
+        assert fresh.draw() == dataset.draw()
+    with ChainLoader(spec, chain_keys(0, 1), grad_accum_steps=1, device=CPU) as loader:
+        list(loader.serve(loader.requests(0, 0)))
+    assert fresh.draw() == dataset.draw()

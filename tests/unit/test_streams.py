@@ -357,3 +357,17 @@ def test_a_share_is_always_read_by_the_same_worker():
         counts = collections.Counter(items)
         assert len(items) >= 15
         assert max(counts.values()) - min(counts.values()) <= 1
+
+
+class Curious(Numbers):
+    """Asks for its number, but reads everything."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        self.name = "main" if info is None else f"worker {info.id} of {info.num_workers}"
+        yield from range(self.n)
+
+
+def test_a_data_set_that_asks_but_does_not_divide_is_dealt():
+    found = over_workers(Curious())
+    assert all(one == found[0] for one in found)

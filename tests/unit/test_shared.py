@@ -1,0 +1,236 @@
+"""Files and blocks of memory that several processes map."""
+
+import gc
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from devsample.errors import LoaderError
+from devsample.memory import Region, memory_of, save_storages
+from devsample.shared import (
+    LINUX,
+    FileMaps,
+    MappedFiles,
+    SharedBlock,
+    address_of,
+    load_storages,
+    map_and_keep,
+    on_local_disk,
+)
+
+linux_only = pytest.mark.skipif(not LINUX, reason="says what Linux tells")
+BOTH_WAYS = pytest.mark.parametrize("ask_system", [LINUX, False] if LINUX else [False])
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    path = tmp_path / "numbers file.bin"
+    np.arange(200_000, dtype=np.int64).tofile(path)
+    return path
+
+
+def numbers(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.int64).set_(storage)
+
+
+# ---- regions ------------------------------------------------------------------------------------
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+def test_the_region_of_a_memory_map_and_of_its_parts(mode, ask_system, file):
+    mapped = np.memmap(file, np.int64, mode, offset=4096 * 3 + 80, shape=(100_000,))
+    maps = FileMaps(ask_system=ask_system)
+    maps.note(mapped)
+    for part in (mapped, mapped[70_000:], mapped[1000:90_000:7], np.asarray(mapped)[5:]):
+        region = maps.region(part.ctypes.data, 8)
+        assert region == Region(str(file), int(part[0]) * 8, 8)  # an item is its number in the file
+
+
+@BOTH_WAYS
+def test_a_private_map_counts_only_where_it_was_not_written(ask_system, file):
+    mapped = np.memmap(file, np.int64, "c")
+    mapped[100_000] = -1
+    maps = FileMaps(ask_system=ask_system)
+    maps.note(mapped)
+    start = mapped.ctypes.data
+    assert maps.region(start, 400_000) == Region(str(file), 0, 400_000)
+    assert maps.region(start, mapped.nbytes) is None
+    assert maps.region(start + 900_000, 400_000) == Region(str(file), 900_000, 400_000)
+
+
+@BOTH_WAYS
+def test_ordinary_memory_is_no_region(ask_system, file):
+    array = np.zeros(100_000)
+    mapped = np.memmap(file, np.int64, "r")
+    maps = FileMaps(ask_system=ask_system)
+    maps.note(mapped)
+    assert maps.region(array.ctypes.data, array.nbytes) is None
+    assert maps.region(mapped.ctypes.data, mapped.nbytes + (1 << 20)) is None  # reaches beyond it
+
+
+@BOTH_WAYS
+def test_a_storage_that_torch_mapped(ask_system, file):
+    storage = torch.UntypedStorage.from_file(str(file), True, 1_600_000)
+    maps = FileMaps(ask_system=ask_system)
+    maps.note_storage(storage)
+    assert maps.region(storage.data_ptr() + 80, 800) == Region(str(file), 80, 800)
+
+
+@BOTH_WAYS
+def test_what_devsample_mapped_is_known_everywhere(ask_system, tmp_path):
+    save_storages([torch.arange(100_000).untyped_storage()], tmp_path / "file")
+    (storage,) = load_storages(tmp_path / "file")
+    region = FileMaps(ask_system=ask_system).region(storage.data_ptr(), storage.nbytes())
+    assert region is not None
+    assert torch.equal(numbers(MappedFiles().storage(region)), torch.arange(100_000))
+    numbers(storage)[7] = 1
+    assert FileMaps(ask_system=ask_system).region(storage.data_ptr(), storage.nbytes()) is None
+
+
+@linux_only
+def test_maps_that_only_the_system_knows_of(file):
+    """torch.load(mmap=True) and the like: no object says where the memory comes from."""
+    private = torch.UntypedStorage.from_file(str(file), False, 1_600_000)
+    part = private[800:80_000]
+    assert FileMaps().region(part.data_ptr(), part.nbytes()) == Region(str(file), 800, 79_200)
+
+
+def test_a_region_is_mapped_once_and_overlaps(file):
+    files = MappedFiles()
+    first, second = files.storage(Region(str(file), 0, 800)), files.storage(Region(str(file), 400, 800))
+    numbers(first)[60] = -3
+    assert numbers(second)[10] == -3
+    assert np.fromfile(file, np.int64)[60] == 60
+
+
+def test_a_kept_file_can_be_mapped_after_it_was_deleted(file):
+    mapped = map_and_keep(file)
+    file.unlink()
+    region = FileMaps().region(address_of(mapped) + 80, 800)
+    if not LINUX:
+        assert region is None
+        return
+    assert region is not None
+    assert numbers(MappedFiles().storage(region))[0] == 10
+    descriptors = len(os.listdir("/proc/self/fd"))
+    del mapped
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) < descriptors
+    with pytest.raises(LoaderError):
+        MappedFiles().storage(region)
+
+
+def test_an_empty_file_is_named(tmp_path):
+    (tmp_path / "empty").touch()
+    with pytest.raises(LoaderError, match="empty"):
+        MappedFiles().storage(Region(str(tmp_path / "empty"), 0, 8))
+
+
+# ---- blocks -------------------------------------------------------------------------------------
+
+STORAGES = [torch.arange(n).untyped_storage() for n in (1000, 0, 70_001)]
+
+
+def sums_of(regions, connection):
+    files = MappedFiles()
+    tensors = [numbers(files.storage(region)) for region in regions]
+    sums = [int(one.sum()) for one in tensors]
+    tensors[0].fill_(5)
+    connection.send(sums)
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_other_processes_map_a_block_for_themselves(in_file):
+    block = SharedBlock(STORAGES, in_file=in_file)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=sums_of, args=(block.regions, theirs))
+    process.start()
+    assert ours.poll(120)
+    assert ours.recv() == [sum(range(n)) for n in (1000, 0, 70_001)]
+    process.join()
+    again = numbers(MappedFiles().storage(block.regions[0]))
+    assert torch.equal(again, torch.arange(1000))  # not what the other process wrote
+    block.close()
+    with pytest.raises(LoaderError, match="cannot be opened"):
+        MappedFiles().storage(block.regions[0])
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_who_mapped_a_block_keeps_it(in_file):
+    block = SharedBlock(STORAGES, in_file=in_file)
+    storage = MappedFiles().storage(block.regions[2])
+    block.close()
+    assert numbers(storage)[70_000] == 70_000
+
+
+@linux_only
+def test_another_file_that_got_the_number_of_a_closed_block_is_not_taken_for_it(file):
+    block = SharedBlock(STORAGES)
+    number = int(block.regions[0].path.rsplit("/", 1)[1])
+    block.close()
+    other = os.open(file, os.O_RDONLY)
+    os.dup2(other, number)
+    try:
+        with pytest.raises(LoaderError, match="is not the file that it was"):
+            MappedFiles().storage(block.regions[0])
+    finally:
+        for descriptor in {other, number}:
+            os.close(descriptor)
+
+
+def test_a_block_in_a_file_is_removed_with_its_owner_and_at_exit():
+    block = SharedBlock(STORAGES, in_file=True)
+    path = Path(block.regions[0].path)
+    assert path.exists()
+    del block
+    gc.collect()
+    assert not path.exists()
+    script = (
+        "import torch; from devsample.shared import SharedBlock\n"
+        "block = SharedBlock([torch.zeros(1000).untyped_storage()], in_file=True)\n"
+        "print(block.regions[0].path)"
+    )
+    made = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert made.stdout.strip()
+    assert not Path(made.stdout.strip()).exists()
+
+
+@linux_only
+def test_a_block_leaves_no_file_and_uses_no_shared_memory_folder():
+    before = os.listdir("/dev/shm")
+    block = SharedBlock(STORAGES)
+    assert not [name for name in os.listdir("/dev/shm") if name not in before and "devsample" in name]
+    assert os.readlink(block.regions[0].path).startswith("/memfd:")
+    descriptors = len(os.listdir("/proc/self/fd"))
+    block.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 1
+
+
+# ---- the rest -----------------------------------------------------------------------------------
+
+
+def test_the_bytes_of_a_storage():
+    tensor = torch.tensor([1, 256])
+    view = memory_of(tensor.untyped_storage())
+    assert view.tobytes() == tensor.numpy().tobytes()
+    view[0] = 7
+    assert tensor[0] == 7
+    expected = bytes(memory_of(tensor.untyped_storage()))
+    held = memory_of(tensor.untyped_storage())
+    del tensor
+    gc.collect()
+    assert bytes(held) == expected
+
+
+@linux_only
+def test_local_disks(tmp_path):
+    assert on_local_disk(Path("/dev/shm"))
+    assert not on_local_disk(Path("/proc/self/maps"))
