@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import pickle
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from devsample.errors import CallbackStateWarning, InvalidArgumentError
-from devsample.serialize import dumps
+from devsample.serialize import dumps, loads
 
 _IMMUTABLE = (
     type(None),
@@ -85,7 +84,7 @@ def merge_state(callbacks: Sequence[Any], returned: bytes, chains: Sequence[int]
 
     Arrays whose first axis is ``num_chains`` are merged by row; otherwise ``merge`` is called.
     """
-    for mine, other in zip(callbacks, pickle.loads(returned), strict=True):
+    for mine, other in zip(callbacks, loads(returned), strict=True):
         if hasattr(mine, "merge"):
             mine.merge(other)
             continue

@@ -9,11 +9,15 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
+
+from devsample.inheritance import is_inheritable
 
 _MAX_DEPTH = 60
 _MAX_PARTS = 100
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
+_WHOLES = (torch.Tensor, np.ndarray, str, bytes, bytearray)
 
 
 def find_culprit(
@@ -49,6 +53,8 @@ def find_heaviest(obj: Any, path: str, weigh: Callable[[Any], int]) -> tuple[Any
     """
     weight = weigh(obj)
     for _ in range(_MAX_DEPTH):
+        if isinstance(obj, _WHOLES):
+            break
         parts = list(itertools.islice(_children(obj, path), _MAX_PARTS + 1))
         if len(parts) > _MAX_PARTS:
             break
@@ -73,7 +79,7 @@ def raises(call: Callable[[], Any]) -> Exception | None:
 
 def _children(obj: Any, path: str) -> Iterator[tuple[Any, str]]:
     """Parts of ``obj`` that are pickled with it, each with its path."""
-    if isinstance(obj, torch.Tensor):
+    if isinstance(obj, torch.Tensor) or is_inheritable(obj):
         return
     if isinstance(obj, torch.nn.Module):
         yield from _module_parts(obj, path)

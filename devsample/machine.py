@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from devsample.limits import core_limits
@@ -73,10 +74,13 @@ def hidden_main_module() -> Iterator[None]:
             main.__dict__.update(hidden)
 
 
-def leave_with_parent() -> None:
+def leave_with_parent(folders: Sequence[str] = ()) -> None:
     """End this process as soon as the process that started it is gone.
 
     A thread waits on the parent's sentinel, so even SIGKILL of the parent leaves no orphan.
+
+    Args:
+        folders: temporary folders of that process, which are then removed.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -84,6 +88,8 @@ def leave_with_parent() -> None:
 
     def wait() -> None:
         parent.join()
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=wait, name="devsample-parent-watch", daemon=True).start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import pickle
 import shutil
 import sys
 import tempfile
@@ -36,7 +35,7 @@ from devsample.executors.progress import Progress
 from devsample.executors.supervisor import supervise
 from devsample.payload import Skeleton, home_device, pack_model, pack_parts, write_payload
 from devsample.records import read_records
-from devsample.serialize import pack, save_storages
+from devsample.serialize import loads, pack, save_storages
 from devsample.session import LocalObjects
 from devsample.specs import Prepared
 from devsample.types import ChainOutcome, Event, Executor, Job, Outcome, Task
@@ -117,7 +116,7 @@ class _Run:
         plan = self._plan
         same_kind = home_device(plan.model).type == torch.device(plan.slots[0]).type
         if batch and same_kind:  # else other kernels and random streams
-            loaded = pickle.loads(batch)
+            loaded = loads(batch)
             check_center_loss(plan.model, plan.parts, loaded, prepared, plan.threads)
         _write_manifest(self._plan, self._folder, prepared, "running", {})
         return prepared
@@ -223,12 +222,12 @@ def _write_inputs(plan: Plan, folder: Path) -> Job:
     skeleton = Skeleton(packed.data, str(home_device(plan.model)))
     if not plan.in_processes:
         save_storages(packed.storages, folder / "weights.safetensors")
-        return Job(folder, "", plan.threads, LocalObjects(skeleton, plan.parts))
+        return Job(folder, "", plan.threads, local=LocalObjects(skeleton, plan.parts))
     parts = pack_parts(plan.parts)
     parts["model"] = pack(skeleton, "model")
     parts["ambient"] = pack(ambient.capture(), "ambient")
     save_storages(packed.storages, folder / "weights.safetensors")
-    return Job(folder, write_payload(folder, parts), plan.threads)
+    return Job(folder, write_payload(folder, parts), plan.threads, temporary=plan.run_dir is None)
 
 
 def _settings_line(prepared: Prepared) -> str:

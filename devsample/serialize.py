@@ -8,24 +8,20 @@ that needs it. What is memory-mapped from a file already travels by the file's p
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import io
 import pickle
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
-from torch.nn.utils.parametrize import is_parametrized
 
+from devsample.byvalue import ByValuePickler, CarefulUnpickler, dumps, identify_classes, loads
 from devsample.culprit import find_culprit, raises, short_error, type_name
 from devsample.errors import NotPicklableError
-from devsample.importable import found_elsewhere, has_home, home_module
+from devsample.inheritance import check_inheritance, is_inheritable
 from devsample.memory import Region, memory_of, save_storages
 from devsample.outofband import (
     OUT_OF_BAND_BYTES,
@@ -54,8 +50,6 @@ __all__ = [
     "unpack",
 ]
 
-_SHORT_REDUCTION = 2  # of a builtin class; the definition of one has more parts
-
 
 @dataclass(frozen=True)
 class Packed:
@@ -65,11 +59,14 @@ class Packed:
         data: the bytes.
         storages: memory that is not in the bytes.
         tensors: the tensors of the object that use those storages.
+        inherited: locks, queues and the like of multiprocessing, which a process can be given only
+            while it is being started.
     """
 
     data: bytes = field(repr=False)
     storages: tuple[torch.UntypedStorage, ...] = field(repr=False)
     tensors: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+    inherited: tuple[Any, ...] = field(default=(), repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +75,7 @@ class Packed:
 
 
 def pack(
-    obj: Any, name: str, *, every_tensor: bool = False, keep_devices: bool = False, remedy: str = ""
+    obj: Any, name: str, *, every_tensor: bool = False, to_worker: bool = False, remedy: str = ""
 ) -> Packed:
     """Serialise ``obj``, and prove that it loads again.
 
@@ -87,23 +84,25 @@ def pack(
         name: what to call it in an error, e.g. ``"loader_spec"``.
         every_tensor: take every tensor out of the bytes, not only the large ones, and let nothing
             travel by the path of a file.
-        keep_devices: leave tensors that are not on the CPU in the bytes; they come back on their
-            device.
+        to_worker: it goes to a process that this one starts. Tensors that are not on the CPU stay in
+            the bytes and come back on their device, and what multiprocessing hands to a process that
+            is being started is set aside, see `Packed.inherited`.
         remedy: last sentence of the error.
 
     Raises:
         NotPicklableError: naming the attribute path of what cannot travel.
     """
     try:
-        return _pack_and_load(obj, every_tensor, keep_devices)
+        return _pack_and_load(obj, _Options(every_tensor=every_tensor, to_worker=to_worker))
     except Exception as error:
-        raise _explain(obj, name, error, remedy) from error
+        raise _explain(obj, name, error, remedy, to_worker) from error
 
 
 def unpack(
     data: bytes,
     storages: Sequence[torch.UntypedStorage],
     move: tuple[torch.device, torch.device] | None = None,
+    inherited: Sequence[Any] = (),
 ) -> Any:
     """The object of `pack`; its tensors and arrays share memory with ``storages``.
 
@@ -111,43 +110,13 @@ def unpack(
         data: the bytes of a `Packed`.
         storages: its storages.
         move: ``(from, to)``: tensors that were on the first device come back on the second.
+        inherited: what was set aside.
 
     Raises:
         LoaderError: a file that travels by its path is gone.
     """
     file = io.BytesIO(data)
-    return _Unpickler(file, pickle.load(file), storages, move).load()
-
-
-def dumps(obj: Any) -> bytes:
-    """Serialise ``obj`` into bytes for `loads`, or ``pickle.loads``; everything is in them.
-
-    Functions and classes that other processes cannot import travel by value.
-    """
-    file = io.BytesIO()
-    ByValuePickler(file).dump(obj)
-    return file.getvalue()
-
-
-def loads(data: bytes) -> Any:
-    """The object of `dumps`; classes that this process has stay as they are."""
-    return _CarefulUnpickler(io.BytesIO(data)).load()
-
-
-def identify_classes() -> None:
-    """Let processes that are forked from this one know which class is which.
-
-    A class that has no home by name is known by an identity, which it gets when it is sent. It
-    has to be the same in processes that are forked before that.
-    """
-    todo, seen = [object], set[type]()
-    while todo:
-        for kind in type.__subclasses__(todo.pop()):
-            if kind not in seen:
-                seen.add(kind)
-                todo.append(kind)
-                if not has_home(kind):
-                    cloudpickle.cloudpickle._get_or_create_tracker_id(kind)
+    return _Unpickler(file, pickle.load(file), storages, move, inherited).load()
 
 
 def pack_unproven(obj: Any, *, known_classes: bool = False) -> Packed:
@@ -157,7 +126,7 @@ def pack_unproven(obj: Any, *, known_classes: bool = False) -> Packed:
         obj: anything.
         known_classes: as for `ByValuePickler`.
     """
-    return _packed(obj, False, False, known_classes)
+    return _packed(obj, _Options(known_classes=known_classes))
 
 
 def packed_size(obj: Any) -> int:
@@ -171,76 +140,41 @@ def packed_size(obj: Any) -> int:
 # ---- there --------------------------------------------------------------------------------------
 
 
-def _pack_and_load(obj: Any, every_tensor: bool, keep_devices: bool) -> Packed:
-    packed = _packed(obj, every_tensor, keep_devices)
-    unpack(packed.data, packed.storages)
+@dataclass(frozen=True)
+class _Options:
+    every_tensor: bool = False
+    to_worker: bool = False
+    known_classes: bool = False
+
+
+def _pack_and_load(obj: Any, options: _Options) -> Packed:
+    packed = _packed(obj, options)
+    check_inheritance(packed.inherited)
+    unpack(packed.data, packed.storages, inherited=packed.inherited)
     return packed
 
 
-def _packed(obj: Any, every_tensor: bool, keep_devices: bool, known_classes: bool = False) -> Packed:
-    storages = Storages(by_path=not every_tensor)
+def _packed(obj: Any, options: _Options) -> Packed:
+    storages = Storages(by_path=not options.every_tensor)
     file = io.BytesIO()
-    pickler = _Pickler(file, storages, every_tensor, keep_devices)
-    pickler.known_classes = known_classes
+    pickler = _Pickler(file, storages, options)
     pickler.dump(obj)
     buffers = pickle.dumps(storages.buffers, protocol=pickle.HIGHEST_PROTOCOL)
-    return Packed(buffers + file.getvalue(), tuple(storages.found), tuple(pickler.tensors))
-
-
-class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """A pickler that sends by value also what comes from modules that others cannot import.
-
-    Attributes:
-        known_classes: the reader may have the classes that travel by value already: it then uses its
-            own, which stay as they are.
-    """
-
-    known_classes = False
-
-    def __init__(
-        self, file: io.BytesIO, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None
-    ) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback)
-        self._registered: list[Any] = []
-
-    def dump(self, obj: Any) -> None:
-        """Write ``obj``."""
-        try:
-            super().dump(obj)
-        finally:
-            with contextlib.suppress(ValueError):
-                while self._registered:
-                    cloudpickle.unregister_pickle_by_value(self._registered.pop())
-
-    def reducer_override(self, obj: Any) -> Any:
-        """Called for every object that is not of a simple builtin type."""
-        name = home_module(obj)
-        if name in sys.modules and not found_elsewhere(name):
-            self._send_by_value(name)
-        if isinstance(obj, torch.nn.Module) and is_parametrized(obj):  # refuses to be pickled as a whole
-            return _blank, (type(obj),), obj.__dict__
-        reduced = super().reducer_override(obj)
-        defined = self.known_classes and isinstance(obj, type) and isinstance(reduced, tuple)
-        if defined and len(reduced) > _SHORT_REDUCTION:
-            return _known_class, (cloudpickle.cloudpickle._get_or_create_tracker_id(obj), _definition(obj))
-        return reduced
-
-    def _send_by_value(self, name: str) -> None:
-        module = sys.modules[name]
-        if name != "__main__" and name not in cloudpickle.list_registry_pickle_by_value():
-            cloudpickle.register_pickle_by_value(module)
-            self._registered.append(module)
+    return Packed(
+        buffers + file.getvalue(), tuple(storages.found), tuple(pickler.tensors), tuple(pickler.inherited)
+    )
 
 
 class _Pickler(ByValuePickler):
-    def __init__(self, file: io.BytesIO, storages: Storages, every_tensor: bool, keep_devices: bool) -> None:
+    def __init__(self, file: io.BytesIO, storages: Storages, options: _Options) -> None:
         super().__init__(file, buffer_callback=storages.take_buffer)
-        self._storages = storages
-        self._smallest = 0 if every_tensor else OUT_OF_BAND_BYTES
-        self._keep_devices = keep_devices
+        self.known_classes = options.known_classes
+        self._storages, self._to_worker = storages, options.to_worker
+        self._smallest = 0 if options.every_tensor else OUT_OF_BAND_BYTES
         self._kept: list[Any] = []  # ids stay valid while they live
         self._numbers: dict[int, int] = {}
         self.tensors: list[torch.Tensor] = []
+        self.inherited: list[Any] = []
 
     def reducer_override(self, obj: Any) -> Any:
         if is_plain_array(obj) and obj.nbytes >= OUT_OF_BAND_BYTES:
@@ -252,7 +186,16 @@ class _Pickler(ByValuePickler):
             return self._tensor_id(obj)
         if is_plain_array(obj):
             return self._array_id(obj)
+        if self._to_worker and is_inheritable(obj):
+            return self._inheritance_id(obj)
         return None
+
+    def _inheritance_id(self, obj: Any) -> Any:
+        new = id(obj) not in self._numbers
+        number = self._number(obj)
+        if new:
+            self.inherited.append(obj)
+        return number, next(place for place, one in enumerate(self.inherited) if one is obj)
 
     def _array_id(self, array: np.ndarray[Any, Any]) -> Any:
         placed = self._storages.place_array(array) if array.nbytes else None
@@ -273,7 +216,7 @@ class _Pickler(ByValuePickler):
             return None  # a subclass or a sparse tensor knows best how to pickle itself
         if tensor.nbytes < self._smallest and not isinstance(tensor, torch.nn.Parameter):
             return None
-        if self._keep_devices and tensor.device.type != "cpu":
+        if self._to_worker and tensor.device.type != "cpu":
             return None
         new = id(tensor) not in self._numbers
         number = self._number(tensor)
@@ -297,23 +240,6 @@ class _Pickler(ByValuePickler):
         return self._numbers[id(obj)]
 
 
-@functools.lru_cache(maxsize=256)
-def _definition(kind: type) -> bytes:
-    return dumps(kind)
-
-
-def _known_class(tracker: str, definition: bytes) -> Any:
-    """The reader's own class, if it sent it or was sent it before."""
-    own = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker)
-    return pickle.loads(definition) if own is None else own
-
-
-def _blank(kind: type[torch.nn.Module]) -> torch.nn.Module:
-    module = kind.__new__(kind)
-    torch.nn.Module.__init__(module)
-    return module
-
-
 def _check_tensor(tensor: torch.Tensor) -> None:
     """Refuse tensors that would silently become something else on the other side."""
     if tensor.requires_grad and not tensor.is_leaf:
@@ -331,11 +257,12 @@ def _check_tensor(tensor: torch.Tensor) -> None:
         raise NotPicklableError("has a gradient hook, which cannot travel; remove the hook first.")
 
 
-def _explain(obj: Any, name: str, error: Exception, remedy: str) -> NotPicklableError:
-    culprit, path, cause = find_culprit(obj, name, error, lambda part: _pack_and_load(part, False, True))
+def _explain(obj: Any, name: str, error: Exception, remedy: str, to_worker: bool) -> NotPicklableError:
+    options = _Options(to_worker=to_worker)
+    culprit, path, cause = find_culprit(obj, name, error, lambda part: _pack_and_load(part, options))
     if isinstance(cause, NotPicklableError):
         reason = str(cause)
-    elif raises(lambda: pack_unproven(culprit)):
+    elif raises(lambda: check_inheritance(_packed(culprit, options).inherited)):
         reason = f"is a {type_name(culprit)} and cannot be sent to another process ({short_error(cause)})."
     else:
         reason = f"is a {type_name(culprit)} that pickles but does not load again ({short_error(cause)})."
@@ -345,50 +272,17 @@ def _explain(obj: Any, name: str, error: Exception, remedy: str) -> NotPicklable
 # ---- back ---------------------------------------------------------------------------------------
 
 
-class _CarefulUnpickler(pickle.Unpickler):
-    """Leaves classes that this process has as they are.
-
-    Reading a class that was sent by value would set all its attributes again, and so give the class
-    of the caller other methods.
-    """
-
-    def __init__(self, file: io.BytesIO, *, buffers: Iterable[Any] | None = None) -> None:
-        super().__init__(file, buffers=buffers)
-        self._new_classes: list[type] = []
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        if module == "cloudpickle.cloudpickle":
-            if name in ("_make_skeleton_class", "_make_skeleton_enum"):
-                return functools.partial(_class, self._new_classes, found)
-            if name == "_class_setstate":
-                return functools.partial(_define, self._new_classes, found)
-        return found
-
-
-def _class(new: list[type], make: Callable[..., type], *args: Any) -> type:
-    *_, tracker, _ = args
-    own: type | None = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker)
-    if own is None:
-        own = make(*args)
-        new.append(own)
-    return own
-
-
-def _define(new: list[type], define: Callable[..., type], kind: type, state: Any) -> type:
-    return define(kind, state) if any(kind is one for one in new) else kind
-
-
-class _Unpickler(_CarefulUnpickler):
+class _Unpickler(CarefulUnpickler):
     def __init__(
         self,
         file: io.BytesIO,
         buffers: Sequence[int | Region],
         storages: Sequence[torch.UntypedStorage],
         move: tuple[torch.device, torch.device] | None,
+        inherited: Sequence[Any],
     ) -> None:
         self._files = MappedFiles()
-        self._storages, self._move = storages, move
+        self._storages, self._move, self._inherited = storages, move, inherited
         super().__init__(file, buffers=[self._buffer(place) for place in buffers])
         self._moved: dict[int, torch.UntypedStorage] = {}
         self._made: dict[int, Any] = {}
@@ -396,6 +290,8 @@ class _Unpickler(_CarefulUnpickler):
 
     def persistent_load(self, reference: tuple[int, Any]) -> Any:
         number, layout = reference
+        if isinstance(layout, int):
+            return self._inherited[layout]
         if number not in self._made:
             make = self._tensor if isinstance(layout, TensorLayout) else self._array
             self._made[number] = make(layout)

@@ -85,6 +85,8 @@ class Job:
     run_dir: Path
     payload_sha256: str
     threads: int
+    temporary: bool = False
+    """Whether the run folder goes with the process that made it."""
     local: Any = field(default=None, compare=False, repr=False)
     """Objects of the caller that an executor in the same process uses as they are."""
 

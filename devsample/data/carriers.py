@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from devsample.data.generators import seed_global_generators
-from devsample.data.sending import collate_without_shared_memory_if_full, send
+from devsample.data.sending import send
 from devsample.data.spec import REMEDY, LoaderSpec
 from devsample.errors import LoaderWorkerError, NotPicklableError
 from devsample.large import warn_if_large
@@ -28,15 +28,17 @@ __all__ = ["Carried", "Rebuilt", "Shipment", "carry", "pass_through", "send"]
 
 @dataclass(frozen=True)
 class Shipment:
-    """An object as bytes, and where its large data are."""
+    """An object as bytes, where its large data are, and what is handed over as it is."""
 
     data: bytes
     regions: tuple[Region, ...]
+    inherited: tuple[Any, ...]
 
     def unpack(self) -> Any:
         """The object; its large data are mapped, and writes to them stay in this process."""
         files = MappedFiles()
-        return unpack(self.data, [files.storage(region) for region in self.regions])
+        storages = [files.storage(region) for region in self.regions]
+        return unpack(self.data, storages, inherited=self.inherited)
 
 
 class Carried:
@@ -99,9 +101,9 @@ class Carried:
 
     def _ship(self) -> Shipment:
         if self._shipment is None:
-            packed = self._packed or pack(self.value, self._name, keep_devices=True, remedy=REMEDY)
+            packed = self._packed or pack(self.value, self._name, to_worker=True, remedy=REMEDY)
             self._packed = None
-            self._shipment = Shipment(packed.data, self._lay_out(packed))
+            self._shipment = Shipment(packed.data, self._lay_out(packed), packed.inherited)
         return self._shipment
 
     def _lay_out(self, packed: Packed) -> tuple[Region, ...]:
@@ -156,7 +158,7 @@ def carry(dataset: Any, spec: LoaderSpec, seed: int) -> Carried:
     if spec.worker_dataset == "rebuild":
         return Rebuilt(dataset, Carried(spec.make_dataset, "loader_spec"), seed)
     try:
-        packed = pack(dataset, "dataset", keep_devices=True, remedy=REMEDY)
+        packed = pack(dataset, "dataset", to_worker=True, remedy=REMEDY)
     except NotPicklableError:
         if spec.worker_dataset == "auto" and spec.is_factory:
             return Rebuilt(dataset, Carried(spec.make_dataset, "loader_spec"), seed)
@@ -167,19 +169,6 @@ def carry(dataset: Any, spec: LoaderSpec, seed: int) -> Carried:
     return Carried(dataset, "dataset", packed)
 
 
-class Beginning:
-    """What a worker begins with: it readies itself to send batches, then calls the user's function."""
-
-    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
-        self.worker_init_fn = worker_init_fn
-
-    def __call__(self, worker_id: int) -> None:
-        """Called in the new worker."""
-        collate_without_shared_memory_if_full()
-        if self.worker_init_fn is not None:
-            self.worker_init_fn(worker_id)
-
-
-def pass_through(worker_init_fn: Callable[[int], None] | None) -> Carried:
-    """Carrier for what a worker begins with."""
-    return Carried(Beginning(worker_init_fn), "loader_spec")
+def pass_through(worker_init_fn: Callable[[int], None] | None) -> Carried | None:
+    """Carrier for an optional function."""
+    return None if worker_init_fn is None else Carried(worker_init_fn, "worker_init_fn")

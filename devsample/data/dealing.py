@@ -136,6 +136,11 @@ class Dealer:
         """Whether every request that was looked at has been served."""
         return not self._line
 
+    @property
+    def due(self) -> BatchRequest | None:
+        """The request that is served next, if one was looked at."""
+        return self._line[0] if self._line else None
+
     def take(self, reply: StreamBatch | StreamEnd | None) -> None:
         """What the oldest ticket brought."""
         ticket = self._issued.popleft()

@@ -276,9 +276,6 @@ class _Writer:
         of_module = owner is None or isinstance(owner, types.ModuleType)
         return [*name, _name(function.__module__) if of_module else self.write(owner)]
 
-    def _partial(self, one: functools.partial[Any]) -> list[bytes]:
-        return [_name("partial"), *(self.write(part) for part in (one.func, one.args, one.keywords))]
-
     def _wrapped(self, one: Any) -> list[bytes]:
         inner = getattr(one, "__func__", None) or one.__wrapped__
         return [_name(type(one).__name__), self.write(inner)]
@@ -326,7 +323,7 @@ class _Writer:
         return parts
 
     def _state(self, value: Any, state: Any) -> bytes:
-        """Attributes that are None or hold a handle count as missing: such things are made when needed."""
+        """Attributes that are None, a handle or some package's cache count as missing: they come with use."""
         if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
             return self._state(value, state[0]) + self._state(value, state[1])
         if not isinstance(state, dict):
@@ -334,6 +331,8 @@ class _Writer:
         kind: Any = type(value)
         changing = _changing_names(kind)
         kept = {name: one for name, one in state.items() if one is not None and name not in changing}
+        if is_installed(kind.__module__):
+            kept = {name: one for name, one in kept.items() if not str(name).endswith("cache")}
         written = {name: self.write(one) for name, one in sorted(kept.items(), key=lambda pair: str(pair[0]))}
         pieces = [_name(name) + text for name, text in written.items() if not text.startswith(_OPAQUE)]
         return _text(b"state", b"".join(pieces))
@@ -397,7 +396,6 @@ _METHODS: tuple[tuple[Any, _Method], ...] = (
     (types.FunctionType, _Writer._function),
     (types.MethodType, _Writer._method),
     (types.BuiltinFunctionType, _Writer._builtin),
-    (functools.partial, _Writer._partial),
     ((staticmethod, classmethod, functools._lru_cache_wrapper), _Writer._wrapped),
     (property, _Writer._property),
     (types.CodeType, _Writer._code),

@@ -6,6 +6,8 @@ import contextlib
 import functools
 import itertools
 import multiprocessing
+import signal
+import threading
 import time
 import warnings
 import weakref
@@ -30,7 +32,7 @@ from devsample.data.worker import (
     IndexedBatches,
     StreamedBatches,
     WorkerStart,
-    hand_over,
+    as_it_is,
 )
 from devsample.errors import LoaderError, LoaderWarning, LoaderWorkerError
 from devsample.machine import describe_exit, hidden_main_module, worker_server
@@ -132,19 +134,15 @@ class ChainLoader:
             self._request(0, step, 0, Role.FULL_ORDER, piece, last=True) for step, piece in enumerate(pieces)
         ]
 
-    def serve(
-        self, requests: Iterable[BatchRequest], device: torch.device | None = None
-    ) -> Iterator[tuple[BatchRequest, Any]]:
+    def serve(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[BatchRequest, Any]]:
         """Each request with its batch on the device, in order.
 
         Raises:
             LoaderWorkerError: a worker died, or raised while it made a batch.
             LoaderError: the data set raised in this process, or a worker is stuck.
         """
-        device = device or self._device
-        served = self._serve_streams(requests) if self.is_stream else self._serve_indexed(requests)
-        for request, batch in served:
-            yield request, to_device(batch, device)
+        for request, batch in self._served(requests):
+            yield request, to_device(batch, self._device)
 
     def as_dataloader(self, chain: int, first_step: int, num_steps: int | None) -> DataLoader[Any]:
         """A DataLoader that gives the batches of the steps of one chain; this loader ends with it."""
@@ -152,7 +150,7 @@ class ChainLoader:
         def batches() -> Iterator[Any]:
             steps = itertools.islice(itertools.count(first_step), num_steps)
             requests = itertools.chain.from_iterable(self.requests(chain, step) for step in steps)
-            for _, batch in self.serve(requests, torch.device("cpu")):
+            for _, batch in self._served(requests):
                 yield batch
 
         maker = self._loader.dataset
@@ -174,8 +172,12 @@ class ChainLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _served(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[BatchRequest, Any]]:
+        return self._serve_streams(requests) if self.is_stream else self._serve_indexed(requests)
+
     def _serve_indexed(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[BatchRequest, Any]]:
         under_way: deque[BatchRequest] = deque()
+        self._next_due = lambda: under_way[0] if under_way else None
 
         def noted() -> Iterator[BatchRequest]:
             for request in requests:
@@ -188,6 +190,7 @@ class ChainLoader:
     def _serve_streams(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[BatchRequest, Any]]:
         workers = self.spec.num_workers
         dealer = Dealer(self._streams, self._keys, requests, shares=self._shares, workers=workers)
+        self._next_due = lambda: dealer.due
         looked_at = 0
         while True:
             for reply in self._batches(dealer):
@@ -206,12 +209,16 @@ class ChainLoader:
         """What the wrapped loader makes of what ``source`` asks for."""
         self._plan.source = source
         batches = self._guarded(self._start)
-        while True:
-            try:
-                batch = self._guarded(lambda: self._next(batches))
-            except StopIteration:
-                return
-            yield batch
+        try:
+            while True:
+                try:
+                    batch = self._guarded(lambda: self._next(batches))
+                except StopIteration:
+                    return
+                yield batch
+        finally:
+            if not self.spec.persistent_workers:
+                self._end_workers()
 
     def _next(self, batches: Iterator[Any]) -> Any:
         """The next batch; the loader looks after its workers every second while it waits."""
@@ -361,7 +368,7 @@ class ChainLoader:
         self._options = {
             "batch_size": None,
             "sampler": self._plan,
-            "collate_fn": hand_over,
+            "collate_fn": as_it_is,
             "num_workers": spec.num_workers,
             "pin_memory": pin and torch.accelerator.is_available(),
             "pin_memory_device": spec.pin_memory_device,
@@ -403,6 +410,10 @@ class ChainLoader:
         for iterator in {id(one): one for one in live}.values():
             if hasattr(iterator, "_shutdown_workers"):
                 iterator._shutdown_workers()
+                for process in iterator._workers:  # one that was stopped heeds nothing else
+                    if process.is_alive():
+                        process.kill()
+                        process.join()
         self._loader._iterator = None
         self._live = None
 
@@ -422,11 +433,14 @@ class ChainLoader:
             return LoaderError(f"the loader raised {type(error).__name__}: {error}")
         killed = any("killed" in one for one in dead)
         hint = " If memory ran out, lower num_workers, prefetch_factor or batch_size." if killed else ""
-        named = LoaderWorkerError(f"{'; '.join(dead)}.{hint} ({error})")
+        request = self._next_due()
+        where = "" if request is None else f"chain {request.chain}, step {request.step}: "
+        named = LoaderWorkerError(f"{where}{'; '.join(dead)}.{hint} ({error})")
         named.lost = True
         return named
 
     _live: Any = None
+    _next_due: Callable[[], BatchRequest | None] = staticmethod(lambda: None)
 
 
 class _Stuck(Exception):  # noqa: N818 - becomes an error with a name and a remedy
@@ -443,8 +457,26 @@ class _SafeDataLoader(DataLoader[Any]):
         """Left out: it knows of one loader only, and of no worker that waits for a disk."""
 
     def _get_iterator(self) -> Any:
-        with hidden_main_module(), torch.device("cpu"):
+        with hidden_main_module(), torch.device("cpu"), _own_signal_handler():
             return super()._get_iterator()
+
+
+@contextlib.contextmanager
+def _own_signal_handler() -> Iterator[None]:
+    """Keep torch from raising out of a signal handler, anywhere in the program, when a worker dies.
+
+    The loader looks after its workers every second.
+    """
+    number = getattr(signal, "SIGCHLD", None)
+    if number is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(number)
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(number, before)
 
 
 class _ServedDataLoader(_SafeDataLoader):
@@ -453,6 +485,12 @@ class _ServedDataLoader(_SafeDataLoader):
     batches: Callable[[], Iterator[Any]]
     close: Callable[[], None]
     """Ends its workers, which otherwise live as long as it does."""
+
+    def __enter__(self) -> _ServedDataLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __iter__(self) -> Any:
         yield from self.batches()  # a generator, so that it lives as long as somebody reads from it

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import io
 import os
 import pickle
@@ -22,7 +23,6 @@ import cloudpickle
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from devsample.errors import LoaderWarning, LoaderWorkerError
 from devsample.memory import memory_of, storage_over
@@ -74,31 +74,12 @@ def send(batch: Any) -> Any:
     try:
         return _packed(batch)
     except Exception as error:
-        culprit, path, cause = find_culprit(batch, "batch", error, _packed)
+        culprit, path, cause = find_culprit(batch, "batch", error, _try_to_pack)
         raise LoaderWorkerError(
             f"{path} is a {type_name(culprit)} and cannot be sent from a loader worker "
             f"({short_error(cause)}). Return tensors, arrays or plain values from the data set, "
             "convert it in collate_fn, or use num_workers=0."
         ) from None
-
-
-def collate_without_shared_memory_if_full() -> None:
-    """Called in a worker: let ``default_collate`` stack tensors elsewhere if shared memory is full.
-
-    It lays them into shared memory at once, before `send` can look for another way.
-    """
-
-    def stacked(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-        try:
-            stack: torch.Tensor = in_shared_memory(batch, collate_fn_map=collate_fn_map)
-            return stack
-        except RuntimeError as error:
-            if not is_no_space(error):
-                raise
-        return torch.stack(batch)
-
-    in_shared_memory = default_collate_fn_map[torch.Tensor]
-    default_collate_fn_map[torch.Tensor] = stacked
 
 
 def _packed(batch: Any) -> PackedBatch:
@@ -107,6 +88,7 @@ def _packed(batch: Any) -> PackedBatch:
     except Exception as error:
         if not is_no_space(error):
             raise
+    remove_failed_memory()
     packed = pack_unproven(batch, known_classes=True)
     memory = tuple(bytes(memory_of(storage)) for storage in packed.storages)
     return PackedBatch(packed.data, memory, _warning(packed.nbytes))
@@ -161,15 +143,43 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
 @contextlib.contextmanager
 def _released_on_error() -> Iterator[None]:
     """What a batch was about to share is let go if packing it fails."""
-    waiting: dict[int, Any] = getattr(resource_sharer._resource_sharer, "_cache", {})  # type: ignore[attr-defined]
-    before = set(waiting)
+    before = set(_waiting())
     try:
         yield
     except BaseException:
-        for key in set(waiting) - before:
-            _, close = waiting.pop(key)
-            close()
+        _release(set(_waiting()) - before)
         raise
+
+
+def _try_to_pack(part: Any) -> None:
+    before = set(_waiting())
+    _packed(part)
+    _release(set(_waiting()) - before)
+
+
+def _waiting() -> dict[int, Any]:
+    """Descriptors that this process holds until a reader asks for them, by number."""
+    held: dict[int, Any] = getattr(resource_sharer._resource_sharer, "_cache", {})  # type: ignore[attr-defined]
+    return held
+
+
+def _release(numbers: set[int]) -> None:
+    for number in numbers:
+        _, close = _waiting().pop(number)
+        close()
+
+
+def remove_failed_memory() -> None:
+    """Remove the files that torch leaves in shared memory when there was no room for them.
+
+    By default torch takes the name from a piece of memory at once, so one of this process that still
+    has its name was never used.
+    """
+    if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]
+        return
+    for path in glob.glob(f"{_SHARED_MEMORY}/torch_{os.getpid()}_*"):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def is_no_space(error: Exception) -> bool:

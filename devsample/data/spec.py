@@ -43,32 +43,39 @@ class LoaderSpec:
 
     Each chain draws independent, uniform minibatches by default (with replacement), from a stream
     of its own that depends on (seed, chain, step) only: the same batches for any number of
-    workers. torch, numpy and random are seeded once per batch where it is made, so augmentation
-    is part of that stream. Chains that shared batches would
-    seem to agree more than they do.
+    workers. torch, numpy and random are seeded once per batch where it is made, and so are the
+    generators that the data set or its collate function holds: augmentation is part of that
+    stream. Chains that shared batches would seem to agree more than they do.
+
+    An iterable data set (an ``IterableDataset``, a stream of ``datasets``, a WebDataset) is read
+    in its own order, epoch after epoch, by each chain for itself. Whole batches are dealt over the
+    workers, the same ones for any number of them; each worker reads all the data for that. A data
+    set that asks ``get_worker_info()`` for its share divides itself: its shares take turns, and
+    its order depends on the number of workers.
 
     Args:
-        dataset: a map-style data set, or a function, class or closure that returns one when
-            called with ``dataset_args`` and ``dataset_kwargs``, or the import path of such a
-            function as text, ``"package.module:function"``.
+        dataset: a data set, map-style or iterable; or a function, class or closure that returns
+            one when called with ``dataset_args`` and ``dataset_kwargs``; or the import path of
+            such a function as text, ``"package.module:function"``.
         dataset_args: positional arguments of the factory; JSON values for an import path.
         dataset_kwargs: keyword arguments of the factory; JSON values for an import path.
         batch_size: samples per micro-batch, ≥ 1; None: an item of the data set is a batch.
         sampling: "iid" (the default), "epoch" (a new permutation per epoch and chain) or
             "sequential" (data order). With the last two the recorded losses are read on separate
             iid batches, since a loss read on the batch just fitted is biased.
-        num_samples: n, the number of samples, where the data set has no ``len`` or its items are
-            batches.
+        num_samples: n, the number of samples, where the data set is iterable (of an epoch), has no
+            ``len``, or has items that are batches.
         shuffle: True means iid. False is refused: say ``sampling="sequential"``.
         sampler: a sampler object; keeps its order. Its random state is keyed by (seed, chain). One
-            that favours some samples (``WeightedRandomSampler``) changes the target: gradients, and
-            so the posterior that is sampled, are then those of the weighted loss.
+            that favours some samples (``WeightedRandomSampler``) changes the target: gradients and
+            losses, and so the posterior and the estimate, are then those of the weighted loss.
         batch_sampler: a sampler of lists of indices; keeps its order.
         num_workers: loader worker processes per chain process, ≥ 0.
         collate_fn: as for DataLoader, or the import path of such a function.
         pin_memory: None: on if the chain runs on CUDA.
         drop_last: leave out a ragged last batch of an epoch.
-        timeout: seconds to wait for a batch from a worker, 0 for no limit.
+        timeout: seconds after which workers that give no batch are taken to be stuck, 0 for no limit.
+            A worker that died is noticed within a second, whatever this says.
         worker_init_fn: called in each worker with its number; or its import path.
         multiprocessing_context: how workers start: "forkserver" (the default where it exists),
             "spawn" or "fork". "fork" starts fastest, and copies the chain process as it is: a

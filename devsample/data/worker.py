@@ -25,7 +25,7 @@ from devsample.data.generators import (
     set_state,
     state_of,
 )
-from devsample.data.sending import is_no_space
+from devsample.data.sending import is_no_space, remove_failed_memory
 from devsample.data.streams import StreamBatch, StreamEnd, StreamReader, Ticket, set_epoch
 from devsample.errors import LoaderError, LoaderWorkerError
 from devsample.machine import leave_with_parent
@@ -63,7 +63,7 @@ class BatchMaker(Dataset[Any]):
         self._kept: dict[int, tuple[Any, Any]] = {}
 
     def __getitem__(self, request: Any) -> Any:
-        """The batch that was asked for."""
+        """The batch that was asked for, packed if it has to leave this process."""
         if self.preserves and get_worker_info() is None:
             with preserved_global_generators():
                 self._kept = {key: (one, state_of(one)) for key, (one, _) in self._kept.items()}
@@ -71,7 +71,7 @@ class BatchMaker(Dataset[Any]):
                     return self._guarded(request)
                 finally:
                     self.put_back()
-        return self._guarded(request)
+        return self._handed_over(request, self._guarded(request))
 
     def put_back(self) -> None:
         """Put the generators that the user's objects hold into the state in which they were found."""
@@ -98,6 +98,7 @@ class BatchMaker(Dataset[Any]):
         except Exception as error:
             if get_worker_info() is None or not is_no_space(error):
                 raise
+        remove_failed_memory()
         with _as_in_no_worker():  # so that torch's function collates into memory of its own
             return self.collate.value(items)
 
@@ -110,12 +111,25 @@ class BatchMaker(Dataset[Any]):
             kind = LoaderError if get_worker_info() is None else LoaderWorkerError
             raise kind(self._describe(request, error)) from None
 
-    def _describe(self, request: Any, error: Exception) -> str:
+    def _handed_over(self, request: Any, made: Any) -> Any:
+        if get_worker_info() is None or made is None or isinstance(made, StreamEnd):
+            return made
+        try:
+            if isinstance(made, StreamBatch):
+                return made._replace(batch=send(made.batch))
+            return send(made)
+        except LoaderWorkerError as error:
+            raise LoaderWorkerError(f"{self._place(request)}: {error}") from None
+
+    def _place(self, request: Any) -> str:
         info = get_worker_info()
         worker = "" if info is None else f", loader worker {info.id} (pid {os.getpid()})"
-        where, items = self.where(request)
+        return self.where(request)[0] + worker
+
+    def _describe(self, request: Any, error: Exception) -> str:
+        _, items = self.where(request)
         return (
-            f"{where}{worker}: the data set or its collate_fn "
+            f"{self._place(request)}: the data set or its collate_fn "
             f"raised {short_error(error)}\n  {items}\n{traceback.format_exc()}"
         )
 
@@ -144,8 +158,10 @@ class IndexedBatches(BatchMaker):
         return self.dataset.value.tensors if plain and self.collate.value is default_collate else None
 
     def __getitem__(self, request: BatchRequest) -> Any:
-        """The batch that was asked for."""
-        return super().__getitem__(request) if self.seeded else self._guarded(request)
+        """The batch that was asked for, packed if it has to leave this process."""
+        if self.seeded:
+            return super().__getitem__(request)
+        return self._handed_over(request, self._guarded(request))
 
     def make(self, request: BatchRequest) -> Any:
         """The batch; whatever the user's code raises comes as it is."""
@@ -288,8 +304,6 @@ def _quiet_about_readers(kind: type[BaseException], error: BaseException, trace:
         sys.__excepthook__(kind, error, trace)
 
 
-def hand_over(made: Any) -> Any:
-    """``collate_fn`` of the wrapped loader: what has to leave this process is packed."""
-    if isinstance(made, StreamBatch):
-        return made._replace(batch=send(made.batch))
-    return made if made is None or isinstance(made, StreamEnd) else send(made)
+def as_it_is(made: Any) -> Any:
+    """``collate_fn`` of the wrapped loader."""
+    return made

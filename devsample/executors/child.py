@@ -26,7 +26,7 @@ def main(
     connection: Connection,
     environment: Mapping[str, str],
     device: str,
-    job: tuple[str, str, int],
+    job: tuple[str, str, int, bool],
     scratch: str,
 ) -> None:
     """Serve tasks from ``connection`` until it says to stop, or its other end is gone.
@@ -35,20 +35,21 @@ def main(
         connection: pipe to the parent; every message is pickled plain values.
         environment: set before torch is imported.
         device: where to compute.
-        job: run folder, hash of the payload, CPU threads.
+        job: run folder, hash of the payload, CPU threads, whether the folder is temporary.
         scratch: a folder of the parent's for sockets, which it removes whatever happens here.
     """
-    become_chain_process(environment, scratch)
+    become_chain_process(environment, scratch, job[0] if job[3] else None)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         _serve(connection, device, job)
 
 
-def become_chain_process(environment: Mapping[str, str], scratch: str) -> None:
+def become_chain_process(environment: Mapping[str, str], scratch: str, folder: str | None) -> None:
     """Set up this new process as one that may run chains; torch is not imported yet.
 
     Args:
         environment: variables to set.
-        scratch: a folder for sockets.
+        scratch: the parent's folder for sockets.
+        folder: another temporary folder of the parent's; both are removed if it dies without a word.
     """
     multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined]
     os.environ.update(environment)
@@ -56,7 +57,7 @@ def become_chain_process(environment: Mapping[str, str], scratch: str) -> None:
     signal.signal(signal.SIGTERM, _leave)
     raise_file_limit()
     own_process_group()
-    leave_with_parent()
+    leave_with_parent([scratch] if folder is None else [scratch, folder])
 
 
 def _leave(number: int, frame: object) -> None:
@@ -66,7 +67,7 @@ def _leave(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _serve(connection: Connection, device: str, job: tuple[str, str, int]) -> None:
+def _serve(connection: Connection, device: str, job: tuple[str, str, int, bool]) -> None:
     from devsample import session as work
     from devsample.types import Event, Job
 

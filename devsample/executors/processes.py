@@ -106,7 +106,8 @@ class ProcessExecutor:
         ours, theirs = context.Pipe()
         inside, environment = child_device(device)
         environment |= thread_environment(self._job.threads)
-        job = (str(self._job.run_dir), self._job.payload_sha256, self._job.threads)
+        run = self._job
+        job = (str(run.run_dir), run.payload_sha256, run.threads, run.temporary)
         process = context.Process(
             target=main,
             args=(theirs, environment, inside, job, self._scratch),

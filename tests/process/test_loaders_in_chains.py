@@ -138,15 +138,17 @@ class TwoGenerators(Dataset):
         self._data = linear_data()
         self.first = torch.Generator().manual_seed(11)
         self.second = torch.Generator().manual_seed(12)
+        self.last = 0.0
 
     def __len__(self) -> int:
         return len(self._data)
 
     def __getitem__(self, index: int) -> object:
-        seeds = self.first.initial_seed(), self.second.initial_seed()
-        if seeds != (11, 12):
-            raise ValueError(f"other generators: {seeds}")
-        torch.rand(3, generator=self.first)
+        first = torch.rand((), generator=self.first).item()
+        second = torch.rand((), generator=self.second).item()
+        if first == second or first == self.last:
+            raise ValueError("generators that do not go on, or are one")
+        self.last = first
         return self._data[index]
 
 

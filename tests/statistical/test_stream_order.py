@@ -61,7 +61,7 @@ def result(kind):
         loader_spec=spec_of(kind, torch.tensor(problem.x), torch.tensor(problem.y)[:, None]),
         evaluate=mse,
         optimizer_kwargs={"lr": problem.step_size(STIFFNESS), "localization": GAMMA},
-        num_chains=8,
+        num_chains=8 if kind != "shuffled" else 4,
         num_draws=500,
         num_burnin_steps=100,
         cores=2,
@@ -73,7 +73,7 @@ def result(kind):
 @pytest.mark.parametrize(
     ("kind", "se", "within"),
     [
-        ("shuffled", 0.012, 0.04),
+        ("shuffled", 0.016, 0.05),
         # Each chain's lead is fixed, so its losses are biased, one up and one down: the spread of the
         # chains says so.
         pytest.param("in order", 0.05, 0.1, marks=pytest.mark.slow),

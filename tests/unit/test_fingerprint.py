@@ -50,6 +50,10 @@ def collate_by_factor(items):
     return default_collate(items) * FACTOR
 
 
+def collate_by_factor_inside(items):
+    return [(lambda one: one * FACTOR)(one) for one in items]
+
+
 # ---- over processes -----------------------------------------------------------------------------
 
 SOURCE = '''
@@ -79,12 +83,27 @@ def scaled(function):
         return function(self, index) * len(NAMES)
     return wrapper
 
+class Node:
+    """One of several that know each other, in a set whose order is another one in every process."""
+
+    def __init__(self, name):
+        self.name, self.others = name, []
+
+    def __hash__(self):
+        return hash(self.name)
+
+def nodes():
+    made = [Node(name) for name in "abcdef"]
+    for number, node in enumerate(made):
+        node.others = [made[number - 1], made[number - 2], {made[0], made[3]}]
+    return set(made), {node: node.name for node in made}
+
 class Base(Dataset):
     def __len__(self):
         return 8
 
     def other(self):
-        return Items, make
+        return Items, make, __name__
 
 class Items(Base):
     __slots__ = ("lock", "slot")
@@ -97,6 +116,7 @@ class Items(Base):
         self.data = torch.arange(8.0).view(2, 4).t()
         self.array = np.arange(6, dtype=">i2")[::2]
         self.pair = Pair(1, Kind.TEST)
+        self.nodes = nodes()
         self.find = functools.partial(np.searchsorted, [1, 2, 3])
         self.drawn = np.random.default_rng(3), random.Random(4), torch.Generator().manual_seed(5)
 
@@ -203,9 +223,17 @@ def data_set_class(body):
     return names["Made"]
 
 
-def with_global(value):
-    made = types.FunctionType(collate_by_factor.__code__, globals() | {"FACTOR": value})
+def with_global(collate, value):
+    made = types.FunctionType(collate.__code__, globals() | {"FACTOR": value})
     return LoaderSpec(NUMBERS, collate_fn=made)
+
+
+def with_attribute(value):
+    def made():
+        return [1]
+
+    made.value = value
+    return made
 
 
 def closure(value):
@@ -226,6 +254,19 @@ class Attributes(Dataset):
         return index
 
 
+class Base(Attributes):
+    def __getitem__(self, index):
+        return index + 1
+
+
+class OtherBase(Attributes):
+    def __getitem__(self, index):
+        return index + 2
+
+
+OtherBase.__qualname__ = OtherBase.__name__ = "Base"
+
+
 class Kind(enum.Enum):
     A = 1
     B = 2
@@ -244,6 +285,8 @@ def own(**attributes):
 DIFFERENT = {
     "data": (NUMBERS, TensorDataset(torch.arange(10) + 1)),
     "dtype": (NUMBERS, TensorDataset(torch.arange(10, dtype=torch.int32))),
+    "dtype of zeros": (Attributes(x=torch.zeros(3)), Attributes(x=torch.zeros(3, dtype=torch.int32))),
+    "dtype of an array": (Attributes(x=np.zeros(3, ">i4")), Attributes(x=np.zeros(3, "<i4"))),
     "shape": (NUMBERS, TensorDataset(torch.arange(10).view(10, 1))),
     "one more": (NUMBERS, TensorDataset(torch.arange(10), torch.arange(10))),
     "class": (NUMBERS, Subset(NUMBERS, range(10))),
@@ -264,13 +307,28 @@ DIFFERENT = {
     "name of an attribute": (Attributes(x=1), Attributes(y=1)),
     "enumeration": (Attributes(x=Kind.A), Attributes(x=Kind.B)),
     "dataclass": (Attributes(x=Config(1)), Attributes(x=Config(2))),
+    "deque": (Attributes(x=collections.deque([1])), Attributes(x=collections.deque([2]))),
+    "proxy": (Attributes(x=types.MappingProxyType({1: 2})), Attributes(x=types.MappingProxyType({1: 3}))),
     "counter": (Attributes(x=collections.Counter("ab")), Attributes(x=collections.Counter("abb"))),
     "module": (Attributes(x=torch.nn.Linear(1, 1)), Attributes(x=torch.nn.Linear(1, 1))),
     "method": (Attributes(x=[].append), Attributes(x=[].extend)),
     "cycle": (Attributes(x=(one := [1], one.append(one))[0]), Attributes(x=[1, [1, [1]]])),
+    "end of a cycle": (
+        Attributes(x=(one := [1, [2]], one[1].append(one))[0]),
+        Attributes(x=(two := [1, [2]], two[1].append(two[1]))[0]),
+    ),
+    "base class": (type("Own", (Base,), {})(), type("Own", (OtherBase,), {})()),
     "item code": (
         data_set_class("    def __getitem__(self, i):\n        return i")(),
         data_set_class("    def __getitem__(self, i):\n        return i + 1")(),
+    ),
+    "item operation": (
+        data_set_class("    def __getitem__(self, i):\n        return i - self")(),
+        data_set_class("    def __getitem__(self, i):\n        return i + self")(),
+    ),
+    "guarded items": (
+        data_set_class("    def __getitem__(self, i):\n        a()\n        try: b()\n        except: c()")(),
+        data_set_class("    def __getitem__(self, i):\n        try: a(); b()\n        except: c()")(),
     ),
     "item constant": (
         data_set_class("    def __getitem__(self, i):\n        return i * 2")(),
@@ -291,6 +349,9 @@ DIFFERENT = {
     "factory": (lambda: NUMBERS, lambda: Subset(NUMBERS, [1])),
     "default": (lambda n=3: make_numbers(n), lambda n=4: make_numbers(n)),
     "keyword default": (lambda *, n=3: make_numbers(n), lambda *, n=4: make_numbers(n)),
+    "wrapped": (torch.no_grad()(lambda: [1]), torch.no_grad()(lambda: [2])),
+    "attribute of a function": (with_attribute(1), with_attribute(2)),
+    "bound function": (types.MethodType(lambda _: [1], NUMBERS), types.MethodType(lambda _: [2], NUMBERS)),
     "partial": (functools.partial(make_numbers, 3), functools.partial(make_numbers, 4)),
 }  # fmt: skip
 
@@ -329,9 +390,10 @@ def test_it_changes_with_every_field_that_changes_the_numbers(name):
     assert one != other
 
 
-def test_it_changes_with_a_global_that_a_function_uses():
-    assert with_global(2).fingerprint() == with_global(2).fingerprint()
-    assert with_global(2).fingerprint() != with_global(3).fingerprint()
+@pytest.mark.parametrize("collate", [collate_by_factor, collate_by_factor_inside])
+def test_it_changes_with_a_global_that_a_function_uses(collate):
+    one, same, other = (with_global(collate, value).fingerprint() for value in (2, 2, 3))
+    assert one == same != other
 
 
 def test_it_changes_with_the_arguments_of_a_factory():
@@ -347,6 +409,8 @@ def test_the_users_own_modules_count_by_what_is_used_of_them(tmp_path, monkeypat
     (tmp_path / "own_helper.py").write_text("def scale(x):\n    return 2 * x\ndef unused(x):\n    return x\n")
     import own_helper
 
+    del sys.modules["own_helper"]
+
     def make():
         return TensorDataset(own_helper.scale(torch.arange(3)))
 
@@ -355,7 +419,6 @@ def test_the_users_own_modules_count_by_what_is_used_of_them(tmp_path, monkeypat
     assert LoaderSpec(make).fingerprint() == before
     own_helper.scale = lambda x: 3 * x
     assert LoaderSpec(make).fingerprint() != before
-    del sys.modules["own_helper"]
 
 
 # ---- what does not ------------------------------------------------------------------------------
@@ -391,6 +454,22 @@ def test_a_function_is_the_same_by_any_name():
     assert LoaderSpec(renamed).fingerprint() == LoaderSpec(make_numbers).fingerprint()
 
 
+def test_names_of_locals_and_where_code_stands_do_not_count():
+    def one(items):
+        total = items[0]
+        return total + total
+
+    def other(items):
+        first = items[0]
+
+        return first + first
+
+    assert (
+        LoaderSpec(NUMBERS, collate_fn=one).fingerprint()
+        == LoaderSpec(NUMBERS, collate_fn=other).fingerprint()
+    )
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_layout_sharing_and_order_do_not_count():
     x = torch.arange(12).view(3, 4)
@@ -416,7 +495,7 @@ class Lazy(Dataset):
         self.lock = threading.Lock()
         self.log = logging.getLogger(str(path))
         self.generator, self.other = np.random.default_rng(0), torch.Generator()
-        self.epoch = 0
+        self.epoch, self.rows = 0, iter(range(10))
 
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -433,6 +512,7 @@ class Lazy(Dataset):
             self.file = open(self.path, "rb")  # noqa: SIM115 - it stays open
             self.thread = threading.Thread(target=print)
         torch.rand(1, generator=self.other)
+        next(self.rows)
         return self.table[index] + self.generator.integers(3)
 
 
@@ -491,7 +571,8 @@ def test_a_mapped_array_counts_by_its_file(tmp_path):
     assert content_hash(mapped()) == first
     assert content_hash(mapped()[10:]) != first
     assert content_hash(np.asarray(mapped())[10:]) == content_hash(np.asarray(mapped()[10:]))
-    assert content_hash(mapped()[10:]) != content_hash(mapped()[11:])
+    assert content_hash(mapped()[10:20]) != content_hash(mapped()[11:21])
+    assert content_hash(mapped()[::2][:5]) != content_hash(mapped()[::3][:5])
     assert content_hash(np.arange(1000.0)) != first
     os.utime(path, ns=(0, 10**18))
     assert content_hash(mapped()) != first

@@ -298,12 +298,16 @@ def test_an_order_of_indices_can_be_written():
     assert spec.to_dict()["batch_sampler"] == [[0, 1], [2]]
 
 
+def a_copy_of(function):
+    return types.FunctionType(function.__code__, function.__globals__)
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         (LoaderSpec(NUMBERS), r"dataset: a torch\.utils\.data\.dataset\.TensorDataset object cannot be writ"),
         (LoaderSpec(factories.linear_data), r"dataset: .* Give its import path, 'tests\.factories:linear_d"),
-        (LoaderSpec(types.FunctionType(factories.linear_data.__code__, vars(factories), "linear_data")),
+        (LoaderSpec(a_copy_of(factories.linear_data), dataset_args=(8, 4, None)),
          r"dataset: .* Give the import path of a function"),
         (LoaderSpec(f"{HERE}:make_numbers", dataset_args=[3], collate_fn=lambda items: items),
          r"collate_fn: a function object cannot be written.*Give the import path of a function"),
