@@ -30,6 +30,7 @@ from devsample.machine import (
     describe_exit,
     end_process_group,
     hidden_main_module,
+    remove_semaphores,
     socket_folder,
     thread_environment,
 )
@@ -187,5 +188,6 @@ def _child(
             process.join()
         if process.pid is not None:
             end_process_group(process.pid)
+            remove_semaphores(process.pid)
         ours.close()
         process.close()

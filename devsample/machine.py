@@ -5,7 +5,9 @@ Everything that differs between platforms lives here, with a fallback that works
 
 from __future__ import annotations
 
+import _multiprocessing  # type: ignore[import-not-found]
 import contextlib
+import glob
 import multiprocessing
 import os
 import shutil
@@ -14,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from multiprocessing import resource_tracker
 from typing import Any
 
 from devsample.limits import core_limits
@@ -107,6 +110,25 @@ def end_process_group(pid: int) -> None:
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
+
+
+def name_semaphores_after_this_process() -> None:
+    """From here on, semaphores that this process makes have its number in their names."""
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    config["semprefix"] = f"{config['semprefix']}-{os.getpid()}"
+
+
+def remove_semaphores(pid: int) -> None:
+    """Remove what a child that ended without a word has left of its semaphores, where they can be seen.
+
+    The tracker that they share would do it only when this process ends, and complain.
+    """
+    prefix = multiprocessing.current_process()._config["semprefix"]  # type: ignore[attr-defined]
+    for path in glob.glob(f"/dev/shm/sem.{prefix[1:]}-{pid}-*"):
+        name = "/" + os.path.basename(path).removeprefix("sem.")
+        with contextlib.suppress(OSError):
+            _multiprocessing.sem_unlink(name)
+            resource_tracker.unregister(name, "semaphore")
 
 
 def describe_exit(exitcode: int | None) -> str:

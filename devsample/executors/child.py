@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from devsample.errors import DevsampleWarning
 from devsample.limits import raise_file_limit
-from devsample.machine import leave_with_parent, own_process_group
+from devsample.machine import leave_with_parent, name_semaphores_after_this_process, own_process_group
 
 if TYPE_CHECKING:
     from devsample.types import Task
@@ -53,6 +53,7 @@ def become_chain_process(environment: Mapping[str, str], scratch: str, folder: s
     """
     multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined]
     os.environ.update(environment)
+    name_semaphores_after_this_process()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     signal.signal(signal.SIGTERM, _leave)
     raise_file_limit()

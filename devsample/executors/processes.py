@@ -19,6 +19,7 @@ from devsample.machine import (
     describe_exit,
     end_process_group,
     hidden_main_module,
+    remove_semaphores,
     socket_folder,
     thread_environment,
 )
@@ -162,5 +163,6 @@ class ProcessExecutor:
     def _release(self, slot: _Slot) -> None:
         if slot.process.pid is not None:
             end_process_group(slot.process.pid)  # loader workers that are still leaving
+            remove_semaphores(slot.process.pid)
         slot.connection.close()
         slot.process.close()
