@@ -13,12 +13,14 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Iterable
+from multiprocessing.connection import _ConnectionBase
 from typing import Any
 
 import cloudpickle
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
+from devsample.errors import NotPicklableError
 from devsample.importable import found_elsewhere, has_home, home_module
 
 _SHORT_REDUCTION = 2  # of a builtin class; the definition of one has more parts
@@ -82,6 +84,9 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         """Called for every object that is not of a simple builtin type."""
+        _refuse_what_is_live(obj)
+        if type(obj) is functools.cached_property:  # holds a lock up to Python 3.11
+            return _cached_property, (obj.func, obj.attrname)
         name = home_module(obj)
         if name in sys.modules and not found_elsewhere(name):
             self._send_by_value(name)
@@ -100,6 +105,21 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if name not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(module)
             self._registered.append(module)
+
+
+def _refuse_what_is_live(obj: Any) -> None:
+    """Refuse what seems to travel: the copy would share, and close, what belongs to this process."""
+    if isinstance(obj, _ConnectionBase):
+        raise NotPicklableError("is an open connection, which belongs to this process.", culprit=obj)
+    kind = type(obj)
+    if kind.__module__.startswith("tqdm.") and hasattr(obj, "fp") and hasattr(obj, "close"):
+        raise NotPicklableError(f"is a progress bar ({kind.__name__}), which writes here.", culprit=obj)
+
+
+def _cached_property(function: Callable[[Any], Any], name: str | None) -> Any:
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
 
 
 @functools.lru_cache(maxsize=256)

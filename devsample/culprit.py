@@ -36,6 +36,8 @@ def find_culprit(
                 break
         else:
             break
+        if getattr(error, "culprit", None) is obj:  # refused as a whole
+            break
     return obj, path, error
 
 
@@ -85,8 +87,10 @@ def _children(obj: Any, path: str) -> Iterator[tuple[Any, str]]:
         yield from _module_parts(obj, path)
     elif isinstance(obj, dict):
         yield from ((value, f"{path}[{key!r}]") for key, value in obj.items())
+        yield from _attributes(obj, path)
     elif isinstance(obj, (list, tuple, set, frozenset)) and type(obj).__reduce__ is object.__reduce__:
         yield from ((value, f"{path}[{index}]") for index, value in enumerate(obj))
+        yield from _attributes(obj, path)
     elif isinstance(obj, functools.partial):
         yield obj.func, f"{path}.func"
         yield from ((value, f"{path}.args[{index}]") for index, value in enumerate(obj.args))
@@ -103,6 +107,11 @@ def _children(obj: Any, path: str) -> Iterator[tuple[Any, str]]:
         yield from ((value, f"{path}.{key}") for key, value in vars(obj).items() if not key.startswith("__"))
     else:
         yield from _state_parts(obj, path)
+
+
+def _attributes(obj: Any, path: str) -> Iterator[tuple[Any, str]]:
+    """What a subclass of a container holds besides its items."""
+    yield from ((value, f"{path}.{key}") for key, value in getattr(obj, "__dict__", {}).items())
 
 
 def _module_parts(module: torch.nn.Module, path: str) -> Iterator[tuple[Any, str]]:

@@ -62,7 +62,15 @@ class FeatureNotAvailableError(InvalidArgumentError):
 
 
 class NotPicklableError(DevsampleError, TypeError):
-    """Something that has to travel to another process cannot; the message names its path."""
+    """Something that has to travel to another process cannot; the message names its path.
+
+    Attributes:
+        culprit: the object that was refused as a whole, if one was.
+    """
+
+    def __init__(self, message: str = "", *, culprit: object = None) -> None:
+        super().__init__(message)
+        self.culprit = culprit
 
 
 class ModelError(DevsampleError):

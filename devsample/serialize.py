@@ -214,7 +214,7 @@ class _Pickler(ByValuePickler):
         _check_tensor(tensor)
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
             return None  # a subclass or a sparse tensor knows best how to pickle itself
-        if tensor.nbytes < self._smallest and not isinstance(tensor, torch.nn.Parameter):
+        if not isinstance(tensor, torch.nn.Parameter) and self._is_small(tensor.untyped_storage()):
             return None
         if self._to_worker and tensor.device.type != "cpu":
             return None
@@ -233,11 +233,23 @@ class _Pickler(ByValuePickler):
             ),
         )  # fmt: skip
 
+    def _is_small(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage may stay in the bytes; one that several tensors use is kept together."""
+        return storage.nbytes() < self._smallest and not _has_several_users(storage)
+
     def _number(self, obj: Any) -> int:
         if id(obj) not in self._numbers:
             self._numbers[id(obj)] = len(self._kept)
             self._kept.append(obj)
         return self._numbers[id(obj)]
+
+
+def _has_several_users(storage: torch.UntypedStorage) -> bool:
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return False
+    alone = torch.empty(1, device="cpu")
+    return bool(count(storage._cdata) > count(alone.untyped_storage()._cdata))
 
 
 def _check_tensor(tensor: torch.Tensor) -> None:

@@ -132,6 +132,11 @@ class LoaderReport:
             f"travels by value: {_size(self.recipe_bytes)} to each chain process; "
             f"shared on this machine: {_size(self.shared_bytes)}",
             f"shared memory for batches under way: {_size(self.shared_memory_needed)}{free}",
+            *(
+                f"note: {_workers(one.num_workers)} ({one.method}): {one.error}"
+                for one in self.timings
+                if one.error
+            ),
             *(f"note: {note}" for note in self.notes),
             "",
             f"recommended: {self._recommended()}",
@@ -274,7 +279,7 @@ def _merged(leaves: list[Leaf]) -> list[Leaf]:
 def _row(timing: Timing) -> tuple[str, ...]:
     start = timing.method or "-"
     if timing.error:
-        return (str(timing.num_workers), start, "failed", timing.error, "", "")
+        return (str(timing.num_workers), start, "failed", "", "", "")
     memory = "" if timing.worker_memory is None else _size(timing.worker_memory)
     times = _time(timing.first_batch), _time(timing.per_batch)
     return (str(timing.num_workers), start, *times, memory, timing.data_set)
@@ -282,7 +287,7 @@ def _row(timing: Timing) -> tuple[str, ...]:
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     lines = [head, *rows]
-    widths = [max(len(line[column]) for line in lines if "failed" not in line) for column in range(len(head))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return [
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
         for line in lines

@@ -75,10 +75,12 @@ def send(batch: Any) -> Any:
         return _packed(batch)
     except Exception as error:
         culprit, path, cause = find_culprit(batch, "batch", error, _try_to_pack)
+        remedy = "Return tensors, arrays or plain values from the data set, convert it in collate_fn"
+        if isinstance(culprit, torch.Tensor) and culprit.requires_grad:
+            remedy = "It carries a graph that ends in this process: .detach() it in the data set"
         raise LoaderWorkerError(
             f"{path} is a {type_name(culprit)} and cannot be sent from a loader worker "
-            f"({short_error(cause)}). Return tensors, arrays or plain values from the data set, "
-            "convert it in collate_fn, or use num_workers=0."
+            f"({short_error(cause)}). {remedy}, or use num_workers=0."
         ) from None
 
 

@@ -9,15 +9,10 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset
 
 from devsample.data import fields, recipes
+from devsample.data.existing import fields_of
 from devsample.data.importing import ImportPath
 from devsample.errors import InvalidArgumentError, LoaderError
 from devsample.serialize import Packed, pack, type_name
@@ -148,29 +143,7 @@ class LoaderSpec:
         Raises:
             InvalidArgumentError: it is no DataLoader, or does something that no recipe holds.
         """
-        if not isinstance(loader, DataLoader):
-            raise InvalidArgumentError(
-                f"loader: expected a torch.utils.data.DataLoader, got {type(loader).__name__}. For any "
-                "other pipeline write a data set factory and pass loader_spec=LoaderSpec(factory, ...)."
-            )
-        for method in ("__iter__", "_get_iterator", "__getattribute__"):
-            if getattr(type(loader), method) is not getattr(DataLoader, method):
-                raise InvalidArgumentError(
-                    f"loader: {type(loader).__name__} overrides DataLoader.{method}, which a recipe "
-                    "cannot hold. Write what it does as a data set factory and pass a LoaderSpec."
-                )
-        fields: dict[str, Any] = {
-            name: getattr(loader, name)
-            for name in (
-                "dataset", "num_workers", "collate_fn", "drop_last", "timeout", "worker_init_fn",
-                "multiprocessing_context", "pin_memory_device", "in_order",
-            )
-        }  # fmt: skip
-        fields.update(_order_fields(loader))
-        fields["pin_memory"] = loader.pin_memory or None
-        if loader.num_workers > 0:
-            fields["prefetch_factor"] = loader.prefetch_factor
-        return cls(**(fields | changes))
+        return cls(**(fields_of(loader) | changes))
 
     def build(
         self,
@@ -450,22 +423,3 @@ def _restore(values: dict[str, Any]) -> LoaderSpec:
     spec = object.__new__(LoaderSpec)
     spec._set(**values)
     return spec
-
-
-def _order_fields(loader: DataLoader[Any]) -> dict[str, Any]:
-    """batch_size, sampler or batch_sampler of an existing loader."""
-    if isinstance(loader.dataset, IterableDataset):
-        return {"batch_size": loader.batch_size}
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        return {"batch_sampler": loader.batch_sampler, "batch_size": 1, "drop_last": False}
-    sampler = loader.sampler
-    batched = loader.batch_sampler
-    if loader.batch_size is None and type(batched) is BatchSampler:  # batch_sampler=BatchSampler(...)
-        sampler = batched.sampler
-        fields: dict[str, Any] = {"batch_size": batched.batch_size, "drop_last": batched.drop_last}
-    else:
-        fields = {"batch_size": loader.batch_size}
-    plain = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and sampler._num_samples is None
-    )
-    return fields if plain else fields | {"sampler": sampler}

@@ -25,7 +25,7 @@ from devsample.machine import (
 )
 from devsample.types import ChainOutcome, Emit, Job, Outcome, Task
 
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 15.0
 
 
 @dataclass
