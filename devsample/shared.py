@@ -19,7 +19,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +177,9 @@ class FileMaps:
             what is noted from objects, is known.
     """
 
-    def __init__(self, *, ask_system: bool = LINUX) -> None:
+    def __init__(self, *, ask_system: bool = True) -> None:
         own = list(_mapped_here.values())
-        told = _system_areas() if ask_system else None
+        told = _system_areas() if ask_system and LINUX else None
         self.complete = told is not None
         others = (area for area in told or () if not any(one.start <= area.start < one.stop for one in own))
         self._areas = sorted([*own, *others], key=lambda area: area.start)
@@ -232,7 +232,6 @@ class FileMaps:
         if place < 0 or address >= self._areas[place].stop:
             return None
         first = last = self._areas[place]
-        private = first.private
         while last.stop < address + nbytes:
             place += 1
             if place == len(self._areas):
@@ -240,10 +239,11 @@ class FileMaps:
             following = self._areas[place]
             reaches = following.start == last.stop
             continues = following.offset == last.offset + last.stop - last.start
-            if not reaches or not continues or following.inode != first.inode:
+            alike = (following.inode, following.private) == (first.inode, first.private)
+            if not (reaches and continues and alike):
                 return None
-            last, private = following, private or following.private
-        return _Area(first.start, last.stop, first.offset, first.path, first.inode, private)
+            last = following
+        return replace(first, stop=last.stop)
 
 
 def _system_areas() -> list[_Area] | None:

@@ -27,6 +27,7 @@ from devsample.errors import LoaderError
 from devsample.seeds import ChainKey, Role, stream_seed
 
 _MOST_READINGS = 32
+_MOST_OBJECTS = 1000
 _NO_ITEMS: list[Any] = []
 
 
@@ -162,7 +163,11 @@ class StreamReader:
         """The data set to iterate: one of its own for each stream, so that none disturbs another."""
         stream = (ticket.key, ticket.role)
         if stream not in self._sources:
-            self._sources[stream] = _own_copy(self._dataset) if self._sources else self._dataset
+            in_worker = get_worker_info() is not None  # else the data set may be the caller's own
+            own = in_worker and not self._sources
+            self._sources[stream] = self._dataset if own else _own_copy(self._dataset)
+            if in_worker:
+                own_cells(self._sources[stream])
             if len(self._sources) > _MOST_READINGS:
                 del self._sources[next(iter(self._sources))]
         return self._sources[stream]
@@ -316,8 +321,33 @@ def _share_data(one: Any, memo: dict[int, Any]) -> None:
     for value in getattr(one, "__dict__", {}).values():
         parts = list(value.values()) if isinstance(value, dict) else value
         for part in (value, *(parts if isinstance(parts, (list, tuple)) else ())):
-            if isinstance(part, (torch.Tensor, np.ndarray)):
+            if isinstance(part, (torch.Tensor, np.ndarray)) and not _is_cell(part):
                 memo[id(part)] = part
+
+
+def own_cells(dataset: Any) -> None:
+    """Give a worker's data set numbers of its own where it shares them with other processes.
+
+    Such a number is what others say to it, the epoch as a rule. Here each stream has its own epoch,
+    and the workers are at different ones.
+    """
+    seen: set[int] = set()
+    waiting = [dataset]
+    while waiting and len(seen) < _MOST_OBJECTS:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, type):
+            continue
+        seen.add(id(one))
+        for name, value in list(getattr(one, "__dict__", {}).items()):
+            if _is_cell(value):
+                with contextlib.suppress(AttributeError):
+                    setattr(one, name, value.clone())
+            elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
+                waiting.append(value)
+
+
+def _is_cell(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_shared()  # type: ignore[no-untyped-call]
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:

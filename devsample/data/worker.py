@@ -26,7 +26,7 @@ from devsample.data.generators import (
     state_of,
 )
 from devsample.data.sending import is_no_space, remove_failed_memory
-from devsample.data.streams import StreamBatch, StreamEnd, StreamReader, Ticket, set_epoch
+from devsample.data.streams import StreamBatch, StreamEnd, StreamReader, Ticket, own_cells, set_epoch
 from devsample.errors import LoaderError, LoaderWorkerError
 from devsample.machine import leave_with_parent
 from devsample.serialize import short_error
@@ -182,6 +182,8 @@ class IndexedBatches(BatchMaker):
         if self._generators is None:
             self._generators = find_generators(self.dataset.value, self.collate.value)
             self._keep(self._generators)
+            if get_worker_info() is not None and hasattr(self.dataset.value, "set_epoch"):
+                own_cells(self.dataset.value)
         if request.epoch != self._epoch:
             set_epoch(self.dataset.value, request.epoch)
             self._epoch = request.epoch

@@ -292,6 +292,11 @@ def test_items_that_are_batches_are_kept():
     assert spec.batch_size is None
 
 
+def test_what_a_loader_takes_for_a_bool_is_one():
+    spec = LoaderSpec.from_dataloader(DataLoader(NUMBERS, batch_size=3, in_order=1, pin_memory=0))
+    assert (spec.in_order, spec.pin_memory) == (True, None)
+
+
 def test_changes_win():
     loader = DataLoader(NUMBERS, batch_size=2, num_workers=2)
     spec = LoaderSpec.from_dataloader(loader, batch_size=5, sampling="epoch", num_workers=0)

@@ -1,7 +1,8 @@
 """Files and blocks of memory that several processes map."""
 
 import gc
-import multiprocessing
+import mmap
+import multiprocessing.shared_memory
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 
 from devsample.errors import LoaderError
 from devsample.memory import Region, memory_of, save_storages
+from devsample.serialize import pack, unpack
 from devsample.shared import (
     LINUX,
     FileMaps,
@@ -102,6 +104,51 @@ def test_maps_that_only_the_system_knows_of(file):
     assert FileMaps().region(part.data_ptr(), part.nbytes()) == Region(str(file), 800, 79_200)
 
 
+@linux_only
+def test_a_map_in_several_pieces_is_one(file):
+    mapped = np.memmap(file, np.int64, "r")
+    mapped._mmap.madvise(mmap.MADV_DONTFORK, 0, 800_000 // mmap.PAGESIZE * mmap.PAGESIZE)
+    pieces = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(file) in line]
+    assert len(pieces) == 2
+    assert FileMaps().region(mapped.ctypes.data, mapped.nbytes) == Region(str(file), 0, 1_600_000)
+
+
+@linux_only
+def test_memory_that_its_owner_may_take_away_is_no_region():
+    memory = multiprocessing.shared_memory.SharedMemory(create=True, size=100_000)
+    try:
+        array = np.frombuffer(memory.buf, np.uint8)
+        assert Path("/dev/shm", memory.name).exists()
+        assert FileMaps().region(array.ctypes.data, array.nbytes) is None
+        del array
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+COVERED = """
+import subprocess, sys
+import numpy as np
+from devsample.shared import FileMaps
+path, other = sys.argv[1:]
+mapped = np.memmap(path, np.int64, "r")
+assert FileMaps().region(mapped.ctypes.data, mapped.nbytes) is not None
+subprocess.run(["mount", "--bind", other, path], check=True)
+assert FileMaps().region(mapped.ctypes.data, mapped.nbytes) is None
+"""
+
+
+@linux_only
+def test_a_path_that_leads_to_another_file_by_now_is_not_used(file):
+    other = file.with_name("other.bin")
+    other.write_bytes(file.read_bytes())
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no private mount namespace here")
+    command = ["unshare", "-m", sys.executable, "-c", COVERED, str(file), str(other)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_a_region_is_mapped_once_and_overlaps(file):
     files = MappedFiles()
     first, second = files.storage(Region(str(file), 0, 800)), files.storage(Region(str(file), 400, 800))
@@ -118,6 +165,7 @@ def test_a_kept_file_can_be_mapped_after_it_was_deleted(file):
         assert region is None
         return
     assert region is not None
+    assert region.inode == os.stat(region.path).st_ino
     assert numbers(MappedFiles().storage(region))[0] == 10
     descriptors = len(os.listdir("/proc/self/fd"))
     del mapped
@@ -212,6 +260,35 @@ def test_a_block_leaves_no_file_and_uses_no_shared_memory_folder():
     descriptors = len(os.listdir("/proc/self/fd"))
     block.close()
     assert len(os.listdir("/proc/self/fd")) == descriptors - 1
+
+
+# ---- elsewhere ----------------------------------------------------------------------------------
+
+
+def test_without_what_linux_offers(file, tmp_path, monkeypatch):
+    """The same results from files and from what the objects say."""
+    monkeypatch.setattr("devsample.shared.LINUX", False)
+    mapped = np.memmap(file, np.int64, "r+")
+    tensor = torch.from_file(str(file), shared=True, size=200_000, dtype=torch.int64)
+    rows = torch.arange(100_000)
+    packed = pack([mapped[50_000:], tensor, rows], "thing")
+    assert [one.nbytes() for one in packed.storages] == [800_000]
+    block = SharedBlock(packed.storages)
+    assert Path(block.regions[0].path).is_file()
+    back = unpack(packed.data, [MappedFiles().storage(region) for region in block.regions])
+    again = pack(back, "thing")  # as for workers of a process that got it
+    assert again.storages == ()
+    np.testing.assert_array_equal(back[0], mapped[50_000:])
+    assert torch.equal(back[1], tensor)
+    back[2][5] = -1  # a private write
+    assert pack(back, "thing").storages[0].nbytes() == 800_000
+    assert torch.equal(numbers(MappedFiles().storage(block.regions[0])), rows)
+    save_storages(packed.storages, tmp_path / "kept")
+    (kept,) = load_storages(tmp_path / "kept", keep=True)
+    region = FileMaps().region(kept.data_ptr(), kept.nbytes())
+    assert region is not None
+    assert region.path == str(tmp_path / "kept")
+    block.close()
 
 
 # ---- the rest -----------------------------------------------------------------------------------

@@ -371,3 +371,32 @@ class Curious(Numbers):
 def test_a_data_set_that_asks_but_does_not_divide_is_dealt():
     found = over_workers(Curious())
     assert all(one == found[0] for one in found)
+
+
+class EpochInSharedMemory(Dividing):
+    """Keeps its epoch where all workers see it, which is how it reaches them elsewhere."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.shared = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch):
+        self.shared.fill_(epoch)
+
+    def __iter__(self):
+        for item in super().__iter__():
+            yield item + 1000 * int(self.shared)
+
+
+def test_streams_at_different_epochs_do_not_disturb_each_other():
+    spec = LoaderSpec(
+        EpochInSharedMemory,
+        batch_size=2,
+        num_samples=10,
+        num_workers=2,
+        prefetch_factor=4,
+        multiprocessing_context="fork",
+    )
+    items = list(itertools.chain.from_iterable(first_batches(spec, 18)))
+    epochs = [sorted(item % 1000 for item in items if item // 1000 == epoch) for epoch in range(3)]
+    assert all(epoch == sorted(Dividing(4).all_items()) for epoch in epochs[:2])
