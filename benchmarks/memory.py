@@ -23,9 +23,10 @@ import torch
 from torch.utils.data import Dataset
 
 from devsample import LoaderSpec, estimate_learning_coeff_with_summary
+from devsample.data import CompactList
 from devsample.errors import LargePayloadWarning
 
-KINDS = ("tensor", "numpy", "memmap", "list", "factory")
+KINDS = ("tensor", "numpy", "memmap", "list", "compact", "factory")
 METHODS = ("forkserver", "fork", "spawn")
 CHAINS, WORKERS, BATCH, WIDTH = 3, 2, 64, 256  # a row is 1 KiB
 BAR = 1.3
@@ -65,8 +66,9 @@ def spec(kind, mib, method, folder):
         rows.flush()
     elif kind == "numpy":
         rows = np.ones((count, WIDTH), np.float32)
-    elif kind == "list":
-        rows = [np.full(WIDTH, number % 7, np.float32).tobytes() for number in range(count)]
+    elif kind in ("list", "compact"):
+        items = (np.full(WIDTH, number % 7, np.float32).tobytes() for number in range(count))
+        rows = list(items) if kind == "list" else CompactList(items)
     else:
         rows = torch.ones(count, WIDTH)
     return LoaderSpec(Rows(rows), **settings)

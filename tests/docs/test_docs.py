@@ -13,7 +13,8 @@ import devsample
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#:]+)\)")
+LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 MODULES = [
     one.name
     for one in pkgutil.walk_packages(devsample.__path__, "devsample.")
@@ -35,12 +36,18 @@ def test_blocks_run_in_order(page, tmp_path, monkeypatch):
         exec(compile(block, str(page), "exec"), namespace)
 
 
+def anchors(page):
+    """The names by which the headings of a page can be linked to."""
+    titles = HEADING.findall(page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_to_files(page):
-    missing = [
-        link for link in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / link).exists()
-    ]
-    assert not missing
+def test_links_lead_somewhere(page):
+    for link, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), (link, anchor)
 
 
 @pytest.mark.parametrize("name", MODULES)
