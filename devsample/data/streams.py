@@ -163,14 +163,23 @@ class StreamReader:
         """The data set to iterate: one of its own for each stream, so that none disturbs another."""
         stream = (ticket.key, ticket.role)
         if stream not in self._sources:
-            in_worker = get_worker_info() is not None  # else the data set may be the caller's own
-            own = in_worker and not self._sources
-            self._sources[stream] = self._dataset if own else _own_copy(self._dataset)
-            if in_worker:
-                own_cells(self._sources[stream])
+            self._sources[stream] = self._new_source()
             if len(self._sources) > _MOST_READINGS:
                 del self._sources[next(iter(self._sources))]
         return self._sources[stream]
+
+    def _new_source(self) -> Any:
+        first = not self._sources
+        if get_worker_info() is not None:
+            source = self._dataset if first else _own_copy(self._dataset)
+            own_cells(source)
+            return source
+        try:
+            return _own_copy(self._dataset)  # the data set itself may be the caller's own
+        except LoaderError:
+            if first:
+                return self._dataset
+            raise
 
     def _advance(self, reading: _Reading, ticket: Ticket, place: int) -> list[Any]:
         while True:

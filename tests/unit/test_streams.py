@@ -4,6 +4,7 @@ import collections
 import itertools
 import os
 import random
+import threading
 import warnings
 
 import numpy as np
@@ -400,3 +401,18 @@ def test_streams_at_different_epochs_do_not_disturb_each_other():
     items = list(itertools.chain.from_iterable(first_batches(spec, 18)))
     epochs = [sorted(item % 1000 for item in items if item // 1000 == epoch) for epoch in range(3)]
     assert all(epoch == sorted(Dividing(4).all_items()) for epoch in epochs[:2])
+
+
+def test_an_iterator_that_cannot_be_copied_serves_one_stream():
+    class Held(SelfIterating):
+        def __init__(self):
+            self.lock = threading.Lock()
+
+    loader = LoaderSpec(Held, batch_size=5, num_samples=10).build()
+    epoch = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert [batch.tolist() for batch in itertools.islice(loader, 3)] == [*epoch, epoch[0]]
+    spec = LoaderSpec(Held, batch_size=5, num_samples=10)
+    with ChainLoader(spec, chain_keys(0, 1), grad_accum_steps=1, device=CPU) as loader:
+        asked = loader.requests(0, 0) + loader.requests(0, 0, Role.PROBE_ORDER)
+        with pytest.raises(LoaderError, match="is its own iterator and cannot be copied"):
+            list(loader.serve(asked))
