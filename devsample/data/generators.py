@@ -7,12 +7,14 @@ import functools
 import itertools
 import random
 from collections import deque
-from collections.abc import Sequence
-from types import CellType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Sequence
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+
+from devsample.data.sources import class_parts, contents, is_installed, referred
 
 _numpy: Any = np.random  # the legacy global generator, which is what users' augmentation draws from
 _TWISTER_BYTES = 4 * 624 + 4  # the Mersenne twister's words and its position
@@ -83,14 +85,15 @@ def find_generators(*roots: Any) -> list[Any]:
     """The generator objects that ``roots`` hold, however deep, in a fixed order.
 
     These are numpy's ``Generator`` and ``RandomState``, ``random.Random`` and torch's generators
-    on the CPU. Attributes, containers, closures and bound objects are followed.
+    on the CPU. Attributes, containers, closures and bound objects are followed, and what the user's
+    own classes and functions have or use: class attributes, defaults, globals.
     """
     found: list[Any] = []
     seen: set[int] = set()
     waiting = list(reversed(roots))
     while waiting and len(seen) < _LARGEST_SEARCH:
         one = waiting.pop()
-        if isinstance(one, (_LEAVES, type)) or id(one) in seen:
+        if isinstance(one, _LEAVES) or id(one) in seen:
             continue
         seen.add(id(one))
         if _is_generator(one):
@@ -142,7 +145,7 @@ def _is_generator(one: Any) -> bool:
 
 
 def _held_by(one: Any) -> list[Any]:
-    """What an object holds in a way that does not run its code."""
+    """What an object holds or, if it is a function or class of the user's, uses; none of its code runs."""
     if isinstance(one, dict):
         return list(itertools.islice(one.values(), _LARGEST_CONTAINER))
     if isinstance(one, (list, tuple, set, frozenset, deque)):
@@ -150,17 +153,29 @@ def _held_by(one: Any) -> list[Any]:
     if isinstance(one, functools.partial):
         return [one.func, *one.args, *one.keywords.values()]
     if isinstance(one, MethodType):
-        return [one.__self__]
+        return [one.__self__, one.__func__]
+    if isinstance(one, (staticmethod, classmethod)):
+        return [one.__func__]
+    if isinstance(one, property):
+        return [one.fget]
     if isinstance(one, FunctionType):
-        cells = [cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell)]
-        return cells + list(one.__defaults__ or ()) + list((one.__kwdefaults__ or {}).values())
+        return _used_by(one)
+    if isinstance(one, type):
+        return [value for _, value in class_parts(one)] + _users(one.__bases__)
     slots = [kind.__dict__.get("__slots__", ()) for kind in type(one).__mro__]
     names = [name for listed in slots for name in ((listed,) if isinstance(listed, str) else listed)]
-    return [getattr(one, name, None) for name in names] + list(getattr(one, "__dict__", {}).values())
+    held = [getattr(one, name, None) for name in names] + list(getattr(one, "__dict__", {}).values())
+    return held + _users((type(one),))
 
 
-def _is_filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+def _used_by(function: FunctionType) -> list[Any]:
+    """What a function has enclosed, its defaults, and the globals that it uses if it is the user's."""
+    used = [contents(cell) for cell in function.__closure__ or ()]
+    used += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    if not is_installed(function.__module__):
+        used += [value for _, value in referred(function)]
+    return used
+
+
+def _users(kinds: Iterable[type]) -> list[Any]:
+    return [kind for kind in kinds if not is_installed(kind.__module__)]

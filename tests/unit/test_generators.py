@@ -133,3 +133,40 @@ def test_two_generators_of_a_kind_differ():
     pair = [np.random.default_rng(0), np.random.default_rng(0)]
     reseed(pair, 9)
     assert pair[0].random() != pair[1].random()
+
+
+GLOBAL = np.random.default_rng(3)
+UNUSED = np.random.default_rng(4)
+
+
+def helper():
+    return GLOBAL.random()
+
+
+class Everywhere:
+    """Uses generators in all the ways in which code does that keeps none as an attribute."""
+
+    shared = random.Random(1)
+
+    def __init__(self, enclosed):
+        def inside():
+            return enclosed.random()
+
+        self.function = inside
+
+    def item(self, given=random.Random(2)):  # noqa: B008 - that is what is tried
+        return helper() + self.shared.random() + given.random()
+
+
+class Inherits(Everywhere):
+    @staticmethod
+    def other(rng=random.Random(5)):  # noqa: B008
+        return rng.random()
+
+
+def test_generators_that_code_uses_are_found():
+    enclosed = np.random.RandomState(0)
+    found = {id(one) for one in find_generators(Inherits(enclosed))}
+    defaults = [Everywhere.item.__defaults__[0], Inherits.other.__defaults__[0]]
+    assert found == {id(one) for one in [GLOBAL, Everywhere.shared, enclosed, *defaults]}
+    assert [id(GLOBAL)] == [id(one) for one in find_generators(helper)]
