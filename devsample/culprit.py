@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from devsample.importable import is_installed
 from devsample.inheritance import is_inheritable
 
 _MAX_DEPTH = 60
@@ -150,7 +151,9 @@ def _state_parts(obj: Any, path: str) -> Iterator[tuple[Any, str]]:
     """What an object's own ``__reduce_ex__`` gives: its state first, by attribute name."""
     try:
         reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    except Exception:  # it refuses as a whole: it is the culprit itself, unless an attribute is
+    except Exception:  # it refuses as a whole; of the user's own classes an attribute may be why
+        if is_installed(type(obj).__module__):
+            return
         reduced = (None, (), getattr(obj, "__dict__", None))
     if not isinstance(reduced, tuple):
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 _HERE_ONLY = ("__main__", "__mp_main__")
@@ -83,3 +84,22 @@ def _is_standing(finder: Any) -> bool:
 def _has_file(name: str) -> bool:
     module = sys.modules.get(name)
     return getattr(getattr(module, "__spec__", None), "has_location", False)
+
+
+@functools.cache
+def is_installed(module: Any) -> bool:
+    """Whether a module is Python's own, or of an installed package: then its name says what it does.
+
+    Args:
+        module: its name; anything else is what classes written in C may answer.
+    """
+    if not isinstance(module, str):
+        return True
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names or top in ("builtins", "devsample"):
+        return True
+    if top in ("__main__", "__mp_main__"):
+        return False
+    loaded = sys.modules.get(module) or sys.modules.get(top)
+    folders = Path(getattr(loaded, "__file__", None) or "").parts
+    return "site-packages" in folders or "dist-packages" in folders

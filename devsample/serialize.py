@@ -278,6 +278,11 @@ def _explain(obj: Any, name: str, error: Exception, remedy: str, to_worker: bool
         reason = f"is a {type_name(culprit)} and cannot be sent to another process ({short_error(cause)})."
     else:
         reason = f"is a {type_name(culprit)} that pickles but does not load again ({short_error(cause)})."
+        if isinstance(cause, RecursionError):
+            remedy = (
+                "A __getattr__ that asks for another attribute finds none while the object is loaded: let it "
+                'raise AttributeError for names that start with "__", and for the attribute it looks in.'
+            )
     return NotPicklableError(f"{path} {reason}" + (f"\n  {remedy}" if remedy else ""))
 
 

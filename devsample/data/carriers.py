@@ -130,6 +130,10 @@ class Rebuilt(Carried):
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self._recipe, self._seed)
 
+    def load(self) -> None:
+        """In a forked worker, which got the chain process's own: make it again."""
+        self._value = _rebuild(self._recipe, self._seed).value
+
     def close(self) -> None:
         """Let go of the memory that workers map; no worker can be started any more."""
         self._recipe.close()
@@ -153,10 +157,10 @@ def carry(dataset: Any, spec: LoaderSpec, seed: int) -> Carried:
     """
     if spec.multiprocessing_context == "fork":
         identify_classes()
+    if spec.num_workers > 0 and spec.worker_dataset == "rebuild":
+        return Rebuilt(dataset, Carried(spec.make_dataset, "loader_spec"), seed)
     if spec.num_workers == 0 or spec.multiprocessing_context == "fork":
         return Carried(dataset, "dataset")
-    if spec.worker_dataset == "rebuild":
-        return Rebuilt(dataset, Carried(spec.make_dataset, "loader_spec"), seed)
     try:
         packed = pack(dataset, "dataset", to_worker=True, remedy=REMEDY)
     except NotPicklableError:

@@ -32,8 +32,9 @@ from torch.utils.data import default_collate, default_convert
 
 from devsample.data.generators import find_generators
 from devsample.data.importing import ImportPath
-from devsample.data.sources import class_parts, code_parts, contents, is_installed, referred
+from devsample.data.sources import class_parts, code_parts, contents, referred
 from devsample.errors import InvalidArgumentError
+from devsample.importable import is_installed
 
 if TYPE_CHECKING:
     from devsample.data.spec import LoaderSpec

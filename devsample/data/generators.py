@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from devsample.data.sources import class_parts, contents, is_installed, referred
+from devsample.data.sources import class_parts, contents, referred
+from devsample.importable import is_installed
 
 _numpy: Any = np.random  # the legacy global generator, which is what users' augmentation draws from
 _TWISTER_BYTES = 4 * 624 + 4  # the Mersenne twister's words and its position

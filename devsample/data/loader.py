@@ -436,10 +436,12 @@ class ChainLoader:
         if not dead:
             return LoaderError(f"the loader raised {type(error).__name__}: {error}")
         killed = any("killed" in one for one in dead)
-        hint = " If memory ran out, lower num_workers, prefetch_factor or batch_size." if killed else ""
+        hint = "If memory ran out, lower num_workers, prefetch_factor or batch_size."
+        if not killed:
+            hint = "Something in the data set, or a library of its, ended the process (os._exit, for one)."
         request = self._next_due()
         where = "" if request is None else f"chain {request.chain}, step {request.step}: "
-        named = LoaderWorkerError(f"{where}{'; '.join(dead)}.{hint} ({error})")
+        named = LoaderWorkerError(f"{where}{'; '.join(dead)}. {hint}")
         named.lost = True
         return named
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dis
-import functools
 import inspect
-import sys
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
+
+from devsample.importable import is_installed
 
 _MEANING = (
     inspect.CO_VARARGS
@@ -41,25 +40,6 @@ _BOOKKEEPING = frozenset(
         "_abc_impl",
     }
 )
-
-
-@functools.cache
-def is_installed(module: Any) -> bool:
-    """Whether a module is Python's own, or of an installed package: then its name says what it does.
-
-    Args:
-        module: its name; anything else is what classes written in C may answer.
-    """
-    if not isinstance(module, str):
-        return True
-    top = module.partition(".")[0]
-    if top in sys.stdlib_module_names or top in ("builtins", "devsample"):
-        return True
-    if top in ("__main__", "__mp_main__"):
-        return False
-    loaded = sys.modules.get(module) or sys.modules.get(top)
-    folders = Path(getattr(loaded, "__file__", None) or "").parts
-    return "site-packages" in folders or "dist-packages" in folders
 
 
 def code_parts(code: types.CodeType) -> tuple[Any, ...]:

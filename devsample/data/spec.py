@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Sampling = Literal["iid", "epoch", "sequential"]
 REMEDY = (
     "Build it where it is used: pass a factory (LoaderSpec(make_dataset, ...)) that makes it in "
-    "the chain process, or drop it in __getstate__."
+    "the chain process, open it when the first item is read, or drop it in __getstate__."
 )
 
 

@@ -107,7 +107,7 @@ class BatchMaker(Dataset[Any]):
             return self.make(request)
         except LoaderError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             kind = LoaderError if get_worker_info() is None else LoaderWorkerError
             raise kind(self._describe(request, error)) from None
 
@@ -126,7 +126,7 @@ class BatchMaker(Dataset[Any]):
         worker = "" if info is None else f", loader worker {info.id} (pid {os.getpid()})"
         return self.where(request)[0] + worker
 
-    def _describe(self, request: Any, error: Exception) -> str:
+    def _describe(self, request: Any, error: BaseException) -> str:
         _, items = self.where(request)
         return (
             f"{self._place(request)}: the data set or its collate_fn "
@@ -290,6 +290,7 @@ class WorkerStart:
         info = get_worker_info()
         try:
             if info is not None and isinstance(info.dataset, BatchMaker):
+                info.dataset.dataset.load()
                 own = replace(info, dataset=info.dataset.dataset.value)  # the user's, as they expect
                 _utils.worker._worker_info = own
                 info.dataset.collate.load()
