@@ -87,6 +87,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         _refuse_what_is_live(obj)
         if type(obj) is functools.cached_property:  # holds a lock up to Python 3.11
             return _cached_property, (obj.func, obj.attrname)
+        if isinstance(obj, functools._lru_cache_wrapper) and not _has_home(obj):
+            return _cached_function, (obj.__wrapped__, obj.cache_parameters())
         name = home_module(obj)
         if name in sys.modules and not found_elsewhere(name):
             self._send_by_value(name)
@@ -114,6 +116,17 @@ def _refuse_what_is_live(obj: Any) -> None:
     kind = type(obj)
     if kind.__module__.startswith("tqdm.") and hasattr(obj, "fp") and hasattr(obj, "close"):
         raise NotPicklableError(f"is a progress bar ({kind.__name__}), which writes here.", culprit=obj)
+
+
+def _has_home(function: Any) -> bool:
+    """Whether other processes find a function that is wrapped by a cache."""
+    name = getattr(function, "__module__", None)
+    nested = "<locals>" in getattr(function, "__qualname__", "<locals>")
+    return isinstance(name, str) and not nested and found_elsewhere(name)
+
+
+def _cached_function(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
 
 
 def _cached_property(function: Callable[[Any], Any], name: str | None) -> Any:

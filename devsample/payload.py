@@ -114,11 +114,14 @@ def _readers(spec: LoaderSpec) -> str:
     return "every chain process and every loader worker" if own_copies else "every chain process"
 
 
-def write_payload(folder: Path, packed: Mapping[str, Packed]) -> str:
+def write_payload(folder: Path, packed: Mapping[str, Packed], *, temporary: bool = True) -> str:
     """Write ``payload.bin`` and ``data.safetensors``; returns the payload's SHA-256.
 
-    The caller's own large tensors use the file's memory from then on, where nobody can tell: the
-    machine then holds one copy of them.
+    Args:
+        folder: the run folder.
+        packed: the parts.
+        temporary: nobody else knows of the folder. The caller's own large tensors then use the
+            file's memory from now on, where nobody can tell: the machine holds one copy of them.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     places: dict[int, int] = {}
@@ -134,7 +137,8 @@ def write_payload(folder: Path, packed: Mapping[str, Packed]) -> str:
         save_storages(list(storages.values()), file)
         del storage
         storages.clear()
-        _use_file(file, packed.values(), [places for _, places in table.values()])
+        if temporary:
+            _use_file(file, packed.values(), [places for _, places in table.values()])
     write_bytes(folder / "payload.bin", data)
     return hashlib.sha256(data).hexdigest()
 

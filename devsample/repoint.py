@@ -10,10 +10,13 @@ import gc
 import sys
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from devsample.memory import memory_of
 from devsample.serialize import Packed
 
+_COMPARED_AT_ONCE = 1 << 24
 SMALLEST_BYTES = 1 << 25
 """Smaller blocks of memory do not go back to the system when they are freed."""
 
@@ -56,9 +59,23 @@ def _replace(packs: Sequence[Packed], key: int, new: torch.UntypedStorage) -> bo
         gc.collect()  # copies made to prove that it loads may wait for it
         if not _unshared(packs, key, tensors):
             return False
+    versions = [tensor._version for tensor in tensors]
+    if not _same_bytes(tensors[0].untyped_storage(), new):
+        return False
+    if not _unshared(packs, key, tensors) or versions != [tensor._version for tensor in tensors]:
+        return False  # another thread writes to it
     for tensor, copy in zip(tensors, copies, strict=True):
         tensor.data = copy  # keeps the version counter: a graph that saved it stays valid
     return True
+
+
+def _same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    mine, theirs = (np.frombuffer(memory_of(storage), np.uint8) for storage in (one, other))
+    pieces = range(0, len(mine), _COMPARED_AT_ONCE)
+    return all(
+        np.array_equal(mine[start : start + _COMPARED_AT_ONCE], theirs[start : start + _COMPARED_AT_ONCE])
+        for start in pieces
+    )
 
 
 def _tensors_on(packs: Sequence[Packed], key: int) -> list[torch.Tensor]:

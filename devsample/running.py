@@ -227,7 +227,9 @@ def _write_inputs(plan: Plan, folder: Path) -> Job:
     parts["model"] = pack(skeleton, "model")
     parts["ambient"] = pack(ambient.capture(), "ambient")
     save_storages(packed.storages, folder / "weights.safetensors")
-    return Job(folder, write_payload(folder, parts), plan.threads, temporary=plan.run_dir is None)
+    temporary = plan.run_dir is None
+    sha256 = write_payload(folder, parts, temporary=temporary)
+    return Job(folder, sha256, plan.threads, temporary=temporary)
 
 
 def _settings_line(prepared: Prepared) -> str:

@@ -212,7 +212,8 @@ class _Pickler(ByValuePickler):
 
     def _tensor_id(self, tensor: torch.Tensor) -> Any:
         _check_tensor(tensor)
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        plain_kind = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not plain_kind or tensor.is_quantized:
             return None  # a subclass or a sparse tensor knows best how to pickle itself
         if not isinstance(tensor, torch.nn.Parameter) and self._is_small(tensor.untyped_storage()):
             return None

@@ -101,7 +101,8 @@ def _map(region: Region, writable: bool) -> mmap.mmap:
         status = os.fstat(descriptor)
         if region.inode not in (0, status.st_ino):
             raise LoaderError(
-                f"{region.path} is not the file that it was any more; its process has closed it."
+                f"{region.path} is not the file that it was: another one has taken its place, or its process "
+                "has closed it. Keep memory-mapped files as they are for as long as the run lasts."
             )
         if status.st_size == 0:
             raise LoaderError(f"{region.path}: the file is empty; it was memory-mapped before.")
@@ -274,7 +275,7 @@ def _named(area: _Area, offset: int, nbytes: int) -> Region | None:
     same = area.inode in (0, status.st_ino)
     if not same or not stat.S_ISREG(status.st_mode) or status.st_size < offset + nbytes:
         return None
-    return Region(area.path, offset, nbytes, area.inode if area.path.startswith("/proc/") else 0)
+    return Region(area.path, offset, nbytes, status.st_ino)
 
 
 def _was_written(address: int, region: Region) -> bool:

@@ -435,10 +435,11 @@ class ChainLoader:
         ]
         if not dead:
             return LoaderError(f"the loader raised {type(error).__name__}: {error}")
-        killed = any("killed" in one for one in dead)
-        hint = "If memory ran out, lower num_workers, prefetch_factor or batch_size."
-        if not killed:
-            hint = "Something in the data set, or a library of its, ended the process (os._exit, for one)."
+        hint = "Something in the data set, or a library of its, ended the process (os._exit, for one)."
+        if any("SIGKILL" in one for one in dead):
+            hint = "If memory ran out, lower num_workers, prefetch_factor or batch_size."
+        elif any("killed" in one for one in dead):
+            hint = "A compiled library crashed, or a memory-mapped file became shorter."
         request = self._next_due()
         where = "" if request is None else f"chain {request.chain}, step {request.step}: "
         named = LoaderWorkerError(f"{where}{'; '.join(dead)}. {hint}")

@@ -135,6 +135,10 @@ class _ByValue(ByValuePickler):
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     """A tensor in shared memory; a small part of a large one leaves the large one where it is."""
+    if tensor.is_quantized:  # torch's own way through shared memory forgets how
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+    if not tensor.requires_grad:
+        tensor = tensor.resolve_conj().resolve_neg()
     if tensor.device.type == "cpu" and tensor.layout is torch.strided:
         unused = tensor.untyped_storage().nbytes() - 2 * tensor.nbytes
         if unused > _MUCH_UNUSED and not tensor.requires_grad:

@@ -81,7 +81,7 @@ class StreamReader:
         self._collate, self._shares = collate, max(1, shares)
         self._divided: bool | None = None if shares > 1 else False  # known after the first batch
         self._latest: _Reading | None = None
-        self._sources: dict[tuple[ChainKey, int], Any] = {}
+        self._taken = False  # whether the data set itself is read, since it cannot be copied
         self._readings: OrderedDict[tuple[ChainKey, int, int], _Reading] = OrderedDict()
 
     def items(self, ticket: Ticket) -> list[Any] | StreamEnd:
@@ -121,33 +121,53 @@ class StreamReader:
             share, place = ticket.position % self._shares, ticket.position // self._shares
         known = self._readings.get((ticket.key, ticket.role, share))
         if known is None or known.epoch != ticket.epoch or known.place > place:
-            known = self._open(ticket, share)
+            known = self._go_to(ticket, share)
         self._readings.move_to_end(known.name)
         return known, place
 
     def _find_out(self, ticket: Ticket) -> None:
-        """Whether the data set divides itself: reading the first batch of a share tells."""
-        reading = self._open(ticket, ticket.position % self._shares)
-        self._forget(reading)  # unless all goes well
-        reading.first = self._read(reading, ticket)
-        self._divided = reading.info is not None and reading.info.was_asked
-        if self._divided and self._starts_like_another(reading, ticket):
-            self._divided = False  # it asked, but not for its share: it is read from the start
-            return
-        if not self._divided:
-            reading.become_whole()
-        self._keep(reading)
+        """Whether the data set divides itself: whether it asks, and two shares begin differently.
 
-    def _starts_like_another(self, reading: _Reading, ticket: Ticket) -> bool:
-        """Whether another share begins with the same items: then it is no share."""
-        other = self._open(ticket, (reading.name[2] + 1) % self._shares)
-        self._forget(other)
-        self._read(other, ticket)
-        other.end()
-        return other.digest == reading.digest
+        Every process looks at the same two shares, so that all come to the same answer.
+        """
+        first, second = (self._beginning(ticket._replace(epoch=0), share) for share in (0, 1))
+        asked = first.info is not None and first.info.was_asked
+        same = first.count > 0 and first.digest == second.digest
+        self._divided = asked and not same
 
-    def _open(self, ticket: Ticket, share: int) -> _Reading:
-        source = self._source(ticket)
+    def _beginning(self, ticket: Ticket, share: int) -> _Reading:
+        """A share of which the first batch was read, to be thrown away."""
+        reading = self._open(ticket, share, self._new_source())
+        self._forget(reading)
+        self._read(reading, ticket)
+        reading.end()
+        return reading
+
+    def _go_to(self, ticket: Ticket, share: int) -> _Reading:
+        """The epoch of a ticket, from its beginning.
+
+        A data set may count its epochs itself. So one copy of it is read by one stream only, epoch
+        after epoch and each to its end, also those epochs in which this process had no part.
+        """
+        reading = self._readings.get((ticket.key, ticket.role, share))
+        if reading is not None and reading.epoch >= ticket.epoch:
+            reading = None
+        first, source = 0, None
+        if reading is not None:
+            first, source = reading.epoch + 1, reading.source
+            self._drain(reading, ticket)
+        source = self._new_source() if source is None else source
+        for epoch in range(first, ticket.epoch):
+            missed = ticket._replace(epoch=epoch)
+            self._drain(self._open(missed, share, source), missed)
+        return self._open(ticket, share, source)
+
+    def _drain(self, reading: _Reading, ticket: Ticket) -> None:
+        of_its_epoch = ticket._replace(epoch=reading.epoch)
+        while self._pull(reading, of_its_epoch):
+            pass
+
+    def _open(self, ticket: Ticket, share: int, source: Any) -> _Reading:
         real = get_worker_info()
         shares = self._shares if self._divided is not False else 1
         info = None if real is None else _WatchedInfo(real, share, shares, source)
@@ -159,27 +179,17 @@ class StreamReader:
         self._keep(reading)
         return reading
 
-    def _source(self, ticket: Ticket) -> Any:
-        """The data set to iterate: one of its own for each stream, so that none disturbs another."""
-        stream = (ticket.key, ticket.role)
-        if stream not in self._sources:
-            self._sources[stream] = self._new_source()
-            if len(self._sources) > _MOST_READINGS:
-                del self._sources[next(iter(self._sources))]
-        return self._sources[stream]
-
     def _new_source(self) -> Any:
-        first = not self._sources
-        if get_worker_info() is not None:
-            source = self._dataset if first else _own_copy(self._dataset)
-            own_cells(source)
-            return source
+        """The data set for one stream: a copy, so that none disturbs another; else the only one."""
         try:
-            return _own_copy(self._dataset)  # the data set itself may be the caller's own
+            source = _own_copy(self._dataset)
         except LoaderError:
-            if first:
-                return self._dataset
-            raise
+            if self._taken:
+                raise
+            source, self._taken = self._dataset, True
+        if get_worker_info() is not None:
+            own_cells(source)
+        return source
 
     def _advance(self, reading: _Reading, ticket: Ticket, place: int) -> list[Any]:
         while True:
@@ -189,9 +199,7 @@ class StreamReader:
 
     def _pull(self, reading: _Reading, ticket: Ticket) -> list[Any]:
         """The next batch of items; nothing at the end of the epoch."""
-        items, reading.first = reading.first, None
-        if items is None:
-            items = self._read(reading, ticket)
+        items = self._read(reading, ticket)
         reading.place += bool(items)
         return items
 
@@ -257,18 +265,11 @@ class _Reading:
         self.place = 0  # of the batch that comes next
         self.count = 0  # items so far
         self.ended = False
-        self.first: list[Any] | None = None  # read already
         self.digest = ""
 
     def shown(self) -> contextlib.AbstractContextManager[None]:
         """While the user's code runs, it sees the share that this reading is."""
         return contextlib.nullcontext() if self.info is None else _shown(self.info)
-
-    def become_whole(self) -> None:
-        """The data set does not divide itself: whoever reads it reads all of it."""
-        self.name = (*self.name[:2], 0)
-        if self.info is not None:
-            self.info.become_whole()
 
     def end(self) -> None:
         """Let go of the iterator."""
@@ -291,9 +292,6 @@ class _WatchedInfo:
     def num_workers(self) -> int:
         self.was_asked = True
         return self._shares
-
-    def become_whole(self) -> None:
-        self._share, self._shares = 0, 1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)

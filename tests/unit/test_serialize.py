@@ -796,3 +796,38 @@ def test_a_wide_structure_is_searched_once():
     assert culprit is parts[-1]
     assert path == "thing[200]"
     assert len(attempts) == 201
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_quantised_tensors_keep_their_quantiser():
+    for size in (10, 200_000):
+        tensor = torch.quantize_per_tensor(torch.linspace(-1, 1, size), 0.1, 3, torch.quint8)
+        packed = pack([tensor], "x")
+        (back,) = unpack(packed.data, packed.storages)
+        assert torch.equal(back.dequantize(), tensor.dequantize())
+
+
+def test_a_cached_function_of_a_script_travels_with_its_code():
+    source = (
+        "import functools, pickle, sys\n"
+        "@functools.lru_cache(maxsize=3)\n"
+        "def double(x): return 2 * x\n"
+        "def use(x): return double(x) + 1\n"
+        "from devsample.serialize import pack\n"
+        "sys.stdout.buffer.write(pickle.dumps([pack(one, 'x').data for one in (double, use)]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, check=True)
+    double, use = (unpack(data, ()) for data in pickle.loads(done.stdout))
+    assert (double(4), use(4)) == (8, 9)
+    assert double.cache_parameters() == {"maxsize": 3, "typed": False}
+
+
+def test_a_memory_map_whose_file_was_replaced_is_refused(tmp_path):
+    path = tmp_path / "rows.bin"
+    np.arange(100_000.0).tofile(path)
+    rows = np.memmap(path, np.float64, "r")
+    packed = pack(rows, "x")
+    path.rename(tmp_path / "old.bin")
+    np.zeros(100_000).tofile(path)
+    with pytest.raises(LoaderError, match="is not the file that it was"):
+        unpack(packed.data, packed.storages)

@@ -416,3 +416,58 @@ def test_an_iterator_that_cannot_be_copied_serves_one_stream():
         asked = loader.requests(0, 0) + loader.requests(0, 0, Role.PROBE_ORDER)
         with pytest.raises(LoaderError, match="is its own iterator and cannot be copied"):
             list(loader.serve(asked))
+
+
+class Files(IterableDataset):
+    """Two files, whatever the number of workers."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        for file in range(2) if info is None else range(info.id, 2, info.num_workers):
+            yield from range(100 * file, 100 * file + 6)
+
+
+def test_workers_without_a_file_know_that_the_data_are_divided():
+    spec = LoaderSpec(Files, batch_size=2, num_samples=12, num_workers=4, multiprocessing_context="fork")
+    with pytest.warns(LoaderWarning, match="2 of 4 loader workers got no data"):
+        batches = [batch.tolist() for batch in itertools.islice(spec.build(), 13)]
+    assert sorted(itertools.chain.from_iterable(batches[:6])) == [*range(6), *range(100, 106)]
+    assert batches[:6] == batches[6:12]
+
+
+class Counting(Numbers):
+    """Counts its epochs itself."""
+
+    def __init__(self, n=10, at_the_end=False):
+        super().__init__(n)
+        self.epoch, self.at_the_end = 0, at_the_end
+
+    def __iter__(self):
+        order = np.random.RandomState(self.epoch).permutation(self.n)
+        self.epoch += not self.at_the_end
+        yield from order.tolist()
+        self.epoch += self.at_the_end
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_data_set_that_counts_its_epochs_is_the_same_for_any_number_of_workers(at_the_end):
+    found = over_workers(Counting(at_the_end=at_the_end))
+    assert all(one == found[0] for one in found)
+    assert found[0][:3] != found[0][3:6]
+    roles = [Role.ORDER, Role.LOSS_ORDER]
+    got = []
+    for workers in (0, 2):
+        spec = LoaderSpec(
+            Counting(at_the_end=at_the_end),
+            batch_size=4,
+            num_samples=10,
+            num_workers=workers,
+            multiprocessing_context="fork",
+        )
+        with ChainLoader(spec, chain_keys(0, 2), grad_accum_steps=1, device=CPU) as loader:
+            asked = [
+                loader.requests(chain, step, role) for step in range(8) for chain in (1, 0) for role in roles
+            ]
+            served = loader.serve(itertools.chain.from_iterable(asked))
+            got.append([batch.tolist() for _, batch in served])
+    assert got[0] == got[1]
