@@ -8,6 +8,7 @@ that needs it. What is memory-mapped from a file already travels by the file's p
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from devsample.byvalue import ByValuePickler, CarefulUnpickler, dumps, identify_classes, loads
 from devsample.culprit import find_culprit, raises, short_error, type_name
 from devsample.errors import NotPicklableError
+from devsample.importable import is_installed
 from devsample.inheritance import check_inheritance, is_inheritable
 from devsample.memory import Region, memory_of, save_storages
 from devsample.outofband import (
@@ -148,19 +150,26 @@ class _Options:
 
 
 def _pack_and_load(obj: Any, options: _Options) -> Packed:
-    packed = _packed(obj, options)
+    pickler, packed = _pickled(obj, options)
     check_inheritance(packed.inherited)
-    unpack(packed.data, packed.storages, inherited=packed.inherited)
+    storages: Sequence[torch.UntypedStorage] = packed.storages
+    if pickler.runs_code:  # which may write to what it is given
+        storages = [storage.clone() for storage in storages]
+    unpack(packed.data, storages, inherited=packed.inherited)
     return packed
 
 
 def _packed(obj: Any, options: _Options) -> Packed:
+    return _pickled(obj, options)[1]
+
+
+def _pickled(obj: Any, options: _Options) -> tuple[_Pickler, Packed]:
     storages = Storages(by_path=not options.every_tensor)
     file = io.BytesIO()
     pickler = _Pickler(file, storages, options)
     pickler.dump(obj)
     buffers = pickle.dumps(storages.buffers, protocol=pickle.HIGHEST_PROTOCOL)
-    return Packed(
+    return pickler, Packed(
         buffers + file.getvalue(), tuple(storages.found), tuple(pickler.tensors), tuple(pickler.inherited)
     )
 
@@ -175,8 +184,10 @@ class _Pickler(ByValuePickler):
         self._numbers: dict[int, int] = {}
         self.tensors: list[torch.Tensor] = []
         self.inherited: list[Any] = []
+        self.runs_code = False  # whether code of the user's runs when it is loaded
 
     def reducer_override(self, obj: Any) -> Any:
+        self.runs_code = self.runs_code or _runs_code(type(obj))
         if is_plain_array(obj) and obj.nbytes >= OUT_OF_BAND_BYTES:
             return reduce_array(obj)
         return super().reducer_override(obj)
@@ -243,6 +254,13 @@ class _Pickler(ByValuePickler):
             self._numbers[id(obj)] = len(self._kept)
             self._kept.append(obj)
         return self._numbers[id(obj)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _runs_code(kind: type) -> bool:
+    reducers = ("__reduce__", "__reduce_ex__", "__setstate__")
+    own = any(getattr(kind, name, None) is not getattr(object, name, None) for name in reducers)
+    return own and not is_installed(kind.__module__)
 
 
 def _has_several_users(storage: torch.UntypedStorage) -> bool:

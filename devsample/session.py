@@ -315,6 +315,7 @@ def failed(task: Task, error: Exception) -> Outcome:
         error=str(error) if isinstance(error, DevsampleError) else short_error(error),
         error_type=type(error).__name__,
         traceback=_root_traceback(error),
+        retryable=isinstance(error, LoaderWorkerError) and error.lost,
     )
 
 

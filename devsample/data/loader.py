@@ -212,6 +212,8 @@ class ChainLoader:
                 yield self._guarded(functools.partial(self._loader.dataset.__getitem__, request))
             return
         self._plan.source = source
+        self._iterations += 1
+        mine = self._iterations
         batches = self._guarded(self._start)
         try:
             while True:
@@ -220,8 +222,13 @@ class ChainLoader:
                 except StopIteration:
                     return
                 yield batch
+                if mine != self._iterations:
+                    raise LoaderError(
+                        "this loader was iterated anew meanwhile, which took its workers; build another one "
+                        "to read two streams side by side."
+                    )
         finally:
-            if not self.spec.persistent_workers:
+            if mine == self._iterations and not self.spec.persistent_workers:
                 self._end_workers()
 
     def _next(self, batches: Iterator[Any]) -> Any:
@@ -397,9 +404,9 @@ class ChainLoader:
         except _Stuck as error:
             self._end_workers()
             raise LoaderError(
-                f"loader workers gave {error} (timeout={self.spec.timeout:g}). Either an item takes that "
-                "long: raise timeout, or num_workers; or a worker waits for something: see what the data "
-                "set does."
+                f"{self._where()}loader workers gave {error} (timeout={self.spec.timeout:g}). Either an item "
+                "takes that long: raise timeout, or num_workers; or a worker waits for something: see what "
+                "the data set does."
             ) from None
         except _LOST_WORKER as error:
             named = self._name_lost_worker(error)
@@ -440,13 +447,16 @@ class ChainLoader:
             hint = "If memory ran out, lower num_workers, prefetch_factor or batch_size."
         elif any("killed" in one for one in dead):
             hint = "A compiled library crashed, or a memory-mapped file became shorter."
-        request = self._next_due()
-        where = "" if request is None else f"chain {request.chain}, step {request.step}: "
-        named = LoaderWorkerError(f"{where}{'; '.join(dead)}. {hint}")
+        named = LoaderWorkerError(f"{self._where()}{'; '.join(dead)}. {hint}")
         named.lost = True
         return named
 
+    def _where(self) -> str:
+        request = self._next_due()
+        return "" if request is None else f"chain {request.chain}, step {request.step}: "
+
     _live: Any = None
+    _iterations = 0
     _next_due: Callable[[], BatchRequest | None] = staticmethod(lambda: None)
 
 

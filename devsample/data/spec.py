@@ -375,7 +375,7 @@ class LoaderSpec:
                 "num_samples: with batch_size=None an item is a batch, so n cannot be counted; give "
                 "num_samples=n, the samples in all items."
             )
-        if self.batch_size is not None and count != items:
+        if self.batch_size is not None and self.num_samples is not None and count != items:
             raise InvalidArgumentError(
                 f"num_samples: {count} is not the length of the data set, {items}; leave it out."
             )

@@ -737,3 +737,25 @@ def test_generators_of_the_callers_data_set_stay_as_they_are(kind):
     with ChainLoader(spec, chain_keys(0, 1), grad_accum_steps=1, device=CPU) as loader:
         list(loader.serve(loader.requests(0, 0)))
     assert fresh.draw() == dataset.draw()
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_one_reader_at_a_time_has_the_workers(persistent):
+    spec = LoaderSpec(
+        NUMBERS,
+        batch_size=2,
+        num_workers=1,
+        multiprocessing_context="fork",
+        persistent_workers=persistent,
+    )
+    with spec.build(num_steps=8) as loader:
+        whole = [batch.tolist() for batch in loader]
+        older = iter(loader)
+        assert next(older).tolist() == whole[0]
+        newer = [batch.tolist() for batch in loader]
+        assert newer == whole
+        with pytest.raises(LoaderError, match="was iterated anew"):
+            next(older)
+    loader = LoaderSpec(NUMBERS, batch_size=2).build(num_steps=4)
+    pairs = [(a.tolist(), b.tolist()) for a, b in zip(loader, loader, strict=True)]
+    assert pairs == [(one, one) for one in whole[:4]]

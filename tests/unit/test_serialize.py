@@ -798,7 +798,7 @@ def test_a_wide_structure_is_searched_once():
     assert len(attempts) == 201
 
 
-@pytest.mark.filterwarnings("ignore:.*quantize")
+@pytest.mark.filterwarnings("ignore")  # of torch, about quantised tensors as such
 def test_quantised_tensors_keep_their_quantiser():
     for size in (10, 200_000):
         tensor = torch.quantize_per_tensor(torch.linspace(-1, 1, size), 0.1, 3, torch.quint8)
@@ -831,3 +831,19 @@ def test_a_memory_map_whose_file_was_replaced_is_refused(tmp_path):
     np.zeros(100_000).tofile(path)
     with pytest.raises(LoaderError, match="is not the file that it was"):
         unpack(packed.data, packed.storages)
+
+
+class WritesWhenLoaded:
+    def __init__(self):
+        self.rows = torch.ones(100_000)
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.rows.div_(2)
+
+
+def test_the_proof_does_not_touch_the_callers_data():
+    made = WritesWhenLoaded()
+    packed = pack(made, "x")
+    assert made.rows.unique().tolist() == [1.0]
+    assert unpack(packed.data, [one.clone() for one in packed.storages]).rows.unique().tolist() == [0.5]

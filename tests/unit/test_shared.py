@@ -37,6 +37,10 @@ def file(tmp_path) -> Path:
     return path
 
 
+def part_of(file: Path, offset: int, nbytes: int) -> Region:
+    return Region(str(file), offset, nbytes, file.stat().st_ino)
+
+
 def numbers(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.int64).set_(storage)
 
@@ -52,7 +56,7 @@ def test_the_region_of_a_memory_map_and_of_its_parts(mode, ask_system, file):
     maps.note(mapped)
     for part in (mapped, mapped[70_000:], mapped[1000:90_000:7], np.asarray(mapped)[5:]):
         region = maps.region(part.ctypes.data, 8)
-        assert region == Region(str(file), int(part[0]) * 8, 8)  # an item is its number in the file
+        assert region == part_of(file, int(part[0]) * 8, 8)  # an item is its number in the file
 
 
 @BOTH_WAYS
@@ -62,9 +66,9 @@ def test_a_private_map_counts_only_where_it_was_not_written(ask_system, file):
     maps = FileMaps(ask_system=ask_system)
     maps.note(mapped)
     start = mapped.ctypes.data
-    assert maps.region(start, 400_000) == Region(str(file), 0, 400_000)
+    assert maps.region(start, 400_000) == part_of(file, 0, 400_000)
     assert maps.region(start, mapped.nbytes) is None
-    assert maps.region(start + 900_000, 400_000) == Region(str(file), 900_000, 400_000)
+    assert maps.region(start + 900_000, 400_000) == part_of(file, 900_000, 400_000)
 
 
 @BOTH_WAYS
@@ -82,7 +86,7 @@ def test_a_storage_that_torch_mapped(ask_system, file):
     storage = torch.UntypedStorage.from_file(str(file), True, 1_600_000)
     maps = FileMaps(ask_system=ask_system)
     maps.note_storage(storage)
-    assert maps.region(storage.data_ptr() + 80, 800) == Region(str(file), 80, 800)
+    assert maps.region(storage.data_ptr() + 80, 800) == part_of(file, 80, 800)
 
 
 @BOTH_WAYS
@@ -101,7 +105,7 @@ def test_maps_that_only_the_system_knows_of(file):
     """torch.load(mmap=True) and the like: no object says where the memory comes from."""
     private = torch.UntypedStorage.from_file(str(file), False, 1_600_000)
     part = private[800:80_000]
-    assert FileMaps().region(part.data_ptr(), part.nbytes()) == Region(str(file), 800, 79_200)
+    assert FileMaps().region(part.data_ptr(), part.nbytes()) == part_of(file, 800, 79_200)
 
 
 @linux_only
@@ -110,7 +114,7 @@ def test_a_map_in_several_pieces_is_one(file):
     mapped._mmap.madvise(mmap.MADV_DONTFORK, 0, 800_000 // mmap.PAGESIZE * mmap.PAGESIZE)
     pieces = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(file) in line]
     assert len(pieces) == 2
-    assert FileMaps().region(mapped.ctypes.data, mapped.nbytes) == Region(str(file), 0, 1_600_000)
+    assert FileMaps().region(mapped.ctypes.data, mapped.nbytes) == part_of(file, 0, 1_600_000)
 
 
 @linux_only
@@ -172,6 +176,16 @@ def test_a_kept_file_can_be_mapped_after_it_was_deleted(file):
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) < descriptors
     with pytest.raises(LoaderError):
+        MappedFiles().storage(region)
+
+
+def test_a_file_that_was_replaced_is_named(file):
+    mapped = np.memmap(file, np.int64, "r")
+    region = part_of(file, 0, mapped.nbytes)
+    other = file.with_name("other")
+    other.write_bytes(file.read_bytes())
+    other.replace(file)
+    with pytest.raises(LoaderError, match="is not the file that it was"):
         MappedFiles().storage(region)
 
 

@@ -465,9 +465,8 @@ def test_a_data_set_that_counts_its_epochs_is_the_same_for_any_number_of_workers
             multiprocessing_context="fork",
         )
         with ChainLoader(spec, chain_keys(0, 2), grad_accum_steps=1, device=CPU) as loader:
-            asked = [
-                loader.requests(chain, step, role) for step in range(8) for chain in (1, 0) for role in roles
-            ]
+            wanted = itertools.product(range(8), (1, 0), roles)
+            asked = [loader.requests(chain, step, role) for step, chain, role in wanted]
             served = loader.serve(itertools.chain.from_iterable(asked))
             got.append([batch.tolist() for _, batch in served])
     assert got[0] == got[1]
