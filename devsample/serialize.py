@@ -154,7 +154,7 @@ def _pack_and_load(obj: Any, options: _Options) -> Packed:
     check_inheritance(packed.inherited)
     storages: Sequence[torch.UntypedStorage] = packed.storages
     if pickler.runs_code:  # which may write to what it is given
-        storages = [storage.clone() for storage in storages]
+        storages = [storage.clone() for storage in storages]  # type: ignore[no-untyped-call]
     unpack(packed.data, storages, inherited=packed.inherited)
     return packed
 
@@ -187,7 +187,8 @@ class _Pickler(ByValuePickler):
         self.runs_code = False  # whether code of the user's runs when it is loaded
 
     def reducer_override(self, obj: Any) -> Any:
-        self.runs_code = self.runs_code or _runs_code(type(obj))
+        kind: Any = type(obj)
+        self.runs_code = self.runs_code or _runs_code(kind)
         if is_plain_array(obj) and obj.nbytes >= OUT_OF_BAND_BYTES:
             return reduce_array(obj)
         return super().reducer_override(obj)
