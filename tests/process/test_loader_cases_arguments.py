@@ -203,6 +203,15 @@ def test_the_size_that_was_given_enters_the_estimate() -> None:
 
 
 @SIZE
+def test_a_loader_over_a_stream_is_told_where_n_goes() -> None:
+    loader = DataLoader(Stream(), batch_size=2)
+    text = r"num_samples.*LoaderSpec\.from_dataloader\(loader, num_samples=n"
+    refused(lambda: run(None, loader=loader), InvalidArgumentError, text)
+    spec = LoaderSpec.from_dataloader(loader, num_samples=8)
+    complete(run(None, loader_spec=spec, cores=1))
+
+
+@SIZE
 def test_a_data_set_without_a_length_takes_num_samples() -> None:
     found = run(Unsized(), spec={"num_samples": 8}, cores=1)
     complete(found)

@@ -102,7 +102,7 @@ def run(dataset: Any, *, spec: Mapping[str, Any] | None = None, width: int = 64,
         "seed": 3,
         "verbose": False,
     }
-    if "loader" not in changes:
+    if not {"loader", "loader_spec"} & set(changes):
         given["loader_spec"] = devsample.LoaderSpec(dataset, **fields)
     result = devsample.estimate_learning_coeff_with_summary(**(given | changes))
     return Run(result, seen.values)
