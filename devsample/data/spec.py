@@ -391,7 +391,8 @@ class LoaderSpec:
         if self.num_samples is None:
             raise InvalidArgumentError(
                 f"num_samples: the data set is a {name}, which is read in an order of its own, and n enters "
-                "the estimate. Give num_samples=n, the samples in an epoch (its len is not trusted)."
+                "the estimate. Give num_samples=n, the samples in an epoch (its len is not trusted); in "
+                "place of loader=, pass loader_spec=LoaderSpec.from_dataloader(loader, num_samples=n)."
             )
         for field_name in ("sampling", "shuffle", "sampler", "batch_sampler"):
             if getattr(self, field_name) is not None:
