@@ -255,7 +255,7 @@ DATA = linear_data()
 BAD_SPECS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no data set": ({"dataset": 5}, ("dataset", "5")),
     "a loader": ({"dataset": DataLoader(DATA)}, ("dataset", "from_dataloader")),
-    "a stream": ({"dataset": Stream()}, ("dataset", "Stream", "__getitem__")),
+    "a stream": ({"dataset": Stream()}, ("num_samples", "Stream", "num_samples=n")),
     "no length": ({"dataset": WithoutLength()}, ("dataset", "WithoutLength", "num_samples")),
     "empty": ({"dataset": []}, ("dataset", "empty")),
     "arguments for a data set": ({"dataset_args": (1,)}, ("dataset_args", "factory")),

@@ -19,7 +19,7 @@ from tests.process.loader_cases.harness import batches, complete, refused, run, 
 from tests.process.loader_cases.table import case
 
 pytestmark = [pytest.mark.usefixtures("fork_server", "clean"), pytest.mark.timeout(240)]
-NAMED = [r"^loader_spec\.dataset\.helper\['live'\]\[0\]", "is a ", "factory", "__getstate__"]
+NAMED = [r"^loader_spec\.dataset\.helper\['live'\]\[0\]", "is an? ", "factory", "__getstate__"]
 
 
 @pytest.fixture(autouse=True)

@@ -158,7 +158,7 @@ def test_batches_that_do_not_fit(tmp_path: Path, said: Callable[[str], str]) -> 
                 callbacks=(),
             )
             texts = [str(one.message) for one in caught]
-            assert list(found.result.chains["status"]) == ["done", "done"]
+            assert list(found.result.chains["status"]) == ["done", "done"], list(found.result.chains["message"])
         except LoaderError as error:
             texts = [str(error)]
     assert time.time() - started < 100
@@ -496,8 +496,8 @@ def test_an_interrupt_of_one_chain_alone_changes_nothing(endless: Callable[..., 
     assert chains[0] in alive(members)
     assert program.poll() is None
     os.killpg(program.pid, signal.SIGINT)
-    out, _ = program.communicate(timeout=60)
-    assert (program.returncode, out) == (3, "interrupted\n")
+    out, err = program.communicate(timeout=60)
+    assert (program.returncode, out, err) == (3, "interrupted\n", "")
     wait_until(lambda: not alive(members), NEWS_SECONDS)
     for chain in range(2):
         kept = read_records(folder / "chains" / str(chain) / "draws.bin")[1]

@@ -75,7 +75,11 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 def _left(mark: str, before: set[psutil.Process], segments: set[str], folder: Path) -> list[str]:
     left = [f"process {one.pid}: {_command(one)}" for one in _new_processes(mark, before)]
     left += [f"shared memory {name}" for name in sorted(_unowned(_segments() - segments, mark))]
-    return left + [f"file {path}" for path in folder.iterdir()]
+    return left + [f"file {path}{_inside(path)}" for path in folder.iterdir()]
+
+
+def _inside(path: Path) -> str:
+    return f"/ with {[one.name for one in path.iterdir()][:5]}" if path.is_dir() else ""
 
 
 def _children() -> set[psutil.Process]:
