@@ -39,7 +39,7 @@ from tests.process.loader_cases.leftovers import alive, family
 from tests.process.loader_cases.programs import ENDLESS
 from tests.process.loader_cases.table import case
 
-pytestmark = [pytest.mark.usefixtures("fork_server", "clean"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fork_server", "clean"), pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[2]
 FORK = {"batch_size": 4, "multiprocessing_context": "fork"}
 
@@ -462,9 +462,12 @@ def test_nothing_is_left_of_a_killed_program(
     program.kill()
     program.wait()
     wait_until(lambda: not alive(members), NEWS_SECONDS)
-    if kind == "built":
-        for folder in clean.glob("pymp-*"):  # of the program itself, where Python keeps its sockets
-            shutil.rmtree(folder)
+    for folder in clean.glob("pymp-*"):  # of the program itself, where Python keeps its sockets
+        assert kind == "built"
+        shutil.rmtree(folder)
+    for file in clean.glob("tmp*"):  # torch's, to see whether files can be opened while a pipe breaks
+        assert file.stat().st_size == 0
+        file.unlink()
 
 
 @case("shared memory left behind")
