@@ -158,7 +158,8 @@ def test_batches_that_do_not_fit(tmp_path: Path, said: Callable[[str], str]) -> 
                 callbacks=(),
             )
             texts = [str(one.message) for one in caught]
-            assert list(found.result.chains["status"]) == ["done", "done"], list(found.result.chains["message"])
+            chains = found.result.chains
+            assert list(chains["status"]) == ["done", "done"], list(chains["message"])
         except LoaderError as error:
             texts = [str(error)]
     assert time.time() - started < 100
