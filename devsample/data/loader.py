@@ -24,6 +24,7 @@ from devsample.data.carriers import Carried, carry, pass_through
 from devsample.data.dealing import Dealer, Epoch, Stream
 from devsample.data.generators import preserved_global_generators, seed_global_generators
 from devsample.data.orders import Order, batch_length, make_order
+from devsample.data.sending import is_no_space
 from devsample.data.spec import LoaderSpec, is_iterable
 from devsample.data.streams import known_shares
 from devsample.data.worker import (
@@ -441,7 +442,9 @@ class ChainLoader:
             if not process.is_alive()
         ]
         if not dead:
-            return LoaderError(f"the loader raised {type(error).__name__}: {error}")
+            full = " /dev/shm is full: give it more room (docker run --shm-size=8g) or use fewer workers."
+            hint = full if is_no_space(error) else ""
+            return LoaderError(f"{self._where()}the loader raised {type(error).__name__}: {error}.{hint}")
         hint = "Something in the data set, or a library of its, ended the process (os._exit, for one)."
         if any("SIGKILL" in one for one in dead):
             hint = "If memory ran out, lower num_workers, prefetch_factor or batch_size."
