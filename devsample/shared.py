@@ -319,7 +319,7 @@ class SharedBlock:
     """
 
     def __init__(self, storages: Sequence[torch.UntypedStorage], *, in_file: bool = False) -> None:
-        descriptor, path = _nameless_file() if LINUX and not in_file else (-1, None)
+        descriptor, path = (-1, None) if in_file else _nameless_file()
         if path is None:
             folder = multiprocessing.util.get_temp_dir()
             descriptor, path = tempfile.mkstemp(prefix="devsample-", dir=folder)
@@ -340,6 +340,8 @@ class SharedBlock:
 
 
 def _nameless_file() -> tuple[int, str | None]:
+    if not LINUX or not hasattr(os, "memfd_create"):  # Linux with a C library that lacks it
+        return -1, None
     try:
         descriptor = os.memfd_create("devsample")
     except OSError:

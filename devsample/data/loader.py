@@ -477,7 +477,9 @@ class _SafeDataLoader(DataLoader[Any]):
         """Left out: it knows of one loader only, and of no worker that waits for a disk."""
 
     def _get_iterator(self) -> Any:
-        with hidden_main_module(), torch.device("cpu"), _own_signal_handler():
+        with hidden_main_module(), torch.device("cpu"), _own_signal_handler(), warnings.catch_warnings():
+            # torch warns and raises; the error itself says what does not travel.
+            warnings.filterwarnings("ignore", "Got pickle error", UserWarning)
             return super()._get_iterator()
 
 

@@ -146,6 +146,10 @@ BATCHES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Te
     "encoding": (encoding, lambda b: b["x"] if torch.equal(b["input_ids"], b["x"].long()) else None),
     "numpy": (lambda x: {"x": x.numpy()}, lambda b: torch.from_numpy(b["x"])),
     "integers": (lambda x: (x.long(), x.bool(), x.half()), lambda b: b[0].float()),
+    "conjugated": (
+        lambda x: (x, torch.complex(x, -x).conj(), torch.complex(x, -x).conj().imag),
+        lambda b: b[2] if torch.equal(b[1].real, b[0]) else None,
+    ),
     "sparse and complex": (
         lambda x: (x, x.diag().to_sparse(), x.to(torch.complex64)),
         lambda b: b[2].real if b[1].is_sparse else None,

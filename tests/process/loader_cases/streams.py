@@ -64,6 +64,17 @@ class Augmenting(Plain):
             yield index + 100 * self.epoch + noise / 8
 
 
+class Counting(Plain):
+    """Shuffles by a count of epochs that it keeps for itself."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        order = np.random.RandomState(self.epoch).permutation(self.count)
+        self.epoch += 1
+        yield from map(float, order)
+
+
 # --- epochs ----------------------------------------------------------------------------------------
 
 
