@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate, default_convert
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from devsample.data.batches import to_device
 from devsample.data.carriers import Carried, carry, pass_through
@@ -42,6 +43,7 @@ from devsample.seeds import ChainKey, Role, stream_seed
 _BROKEN_CONNECTION = (ConnectionError, FileNotFoundError, EOFError)
 _LOST_WORKER = (RuntimeError, OSError, EOFError)
 _POLL_SECONDS = 1.0  # how long a dead worker may go unnoticed
+_ROOM_SECONDS = 10.0  # how long workers that do not fit into /dev/shm wait for room
 _LARGEST_LEAD = 2048  # samples; see ChainLoader._lead
 
 
@@ -389,9 +391,16 @@ class ChainLoader:
         return _SafeDataLoader(maker, **self._options)
 
     def _start(self) -> Iterator[Any]:
-        live: Iterator[Any] = iter(self._loader)
-        self._live = live
-        return live
+        until = time.monotonic() + _ROOM_SECONDS
+        while True:
+            try:
+                self._live = iter(self._loader)
+            except OSError as error:  # another chain's batches fill /dev/shm until they are read
+                if not is_no_space(error) or time.monotonic() > until:
+                    raise
+                time.sleep(_ROOM_SECONDS / 50)
+            else:
+                return self._live  # type: ignore[no-any-return]
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
         """Call into the loader; whatever goes wrong there is named."""
@@ -473,14 +482,23 @@ class _Stuck(Exception):  # noqa: N818 - becomes an error with a name and a reme
 class _SafeDataLoader(DataLoader[Any]):
     """A DataLoader whose workers start from any script, and whatever the default device is."""
 
-    def check_worker_number_rationality(self) -> None:
-        """Left out: it knows of one loader only, and of no worker that waits for a disk."""
-
     def _get_iterator(self) -> Any:
         with hidden_main_module(), torch.device("cpu"), _own_signal_handler(), warnings.catch_warnings():
             # torch warns and raises; the error itself says what does not travel.
             warnings.filterwarnings("ignore", "Got pickle error", UserWarning)
-            return super()._get_iterator()
+            return _Workers(self) if self.num_workers > 0 else super()._get_iterator()
+
+
+class _Workers(_MultiProcessingDataLoaderIter):
+    """The workers of a loader; if not all could be started, the others end without a word."""
+
+    def __del__(self) -> None:
+        if hasattr(self, "_workers_status"):
+            super().__del__()
+            return
+        for process in getattr(self, "_workers", ()):
+            process.terminate()
+            process.join()
 
 
 @contextlib.contextmanager

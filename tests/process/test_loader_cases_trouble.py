@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -190,6 +193,22 @@ def test_a_data_set_that_does_not_fit(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         complete(run(dataset, spec={"num_workers": 2}))
+
+
+@case("small shared memory")
+def test_workers_wait_for_room(tmp_path: Path) -> None:
+    """Their queues need a little of it: another program's, or another chain's, may pass."""
+    if not is_small():
+        in_small_shared_memory("test_workers_wait_for_room", tmp_path)
+        return
+    filler = Path("/dev/shm/filler")
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)) == 4096:
+            pass
+    with pytest.raises(OSError, match="No space left"):
+        multiprocessing.Lock()
+    threading.Timer(2.0, filler.unlink).start()
+    assert len(batches(LoaderSpec(items.Numbers(), num_workers=1, **FORK), 3)) == 3
 
 
 # --- workers that end ------------------------------------------------------------------------------
