@@ -482,6 +482,9 @@ class _Stuck(Exception):  # noqa: N818 - becomes an error with a name and a reme
 class _SafeDataLoader(DataLoader[Any]):
     """A DataLoader whose workers start from any script, and whatever the default device is."""
 
+    def check_worker_number_rationality(self) -> None:
+        """Left out: it knows of one loader only, and of no worker that waits for a disk."""
+
     def _get_iterator(self) -> Any:
         with hidden_main_module(), torch.device("cpu"), _own_signal_handler(), warnings.catch_warnings():
             # torch warns and raises; the error itself says what does not travel.
