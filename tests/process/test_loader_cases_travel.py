@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -282,7 +283,7 @@ def homeless(form: str, folder: Path) -> tuple[Any, dict[str, Any]]:
                 "worker_init_fn": functools.partial(lambda f, w: starts(f, w), folder),
             },
         )
-    return items.Transformed(functools.partial(pow, 2.0)), {
+    return items.Transformed(functools.partial(operator.mul, 2.0)), {
         "collate_fn": Local(0.25),
         "worker_init_fn": Starter(folder),
     }
