@@ -38,7 +38,6 @@ def test_every_case_has_tests():
     assert [name for name, count in counts.items() if not count] == []
 
 
-@pytest.mark.skipif(not table.PAGE.exists(), reason="the page is written from a run of all cases")
 def test_the_page_lists_exactly_the_cases_that_are_tested():
     rows = ROW.findall(table.PAGE.read_text(encoding="utf-8"))
     found = {name: (plain, here) for name, plain, here, _ in rows}
