@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from devsample import errors, plots, samplers
+    from devsample import errors, plots, samplers, testing
     from devsample.data.spec import LoaderSpec
     from devsample.estimate import (
         estimate_learning_coeff,
@@ -18,14 +18,20 @@ if TYPE_CHECKING:
     )
     from devsample.losses import nbeta_for
     from devsample.results import LLCResult
-    from devsample.samplers import SGLD
+    from devsample.samplers import HMC, MALA, SGHMC, SGLD, SGNHT, AdamSGLD, RMSPropSGLD
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "HMC",
+    "MALA",
+    "SGHMC",
     "SGLD",
+    "SGNHT",
+    "AdamSGLD",
     "LLCResult",
     "LoaderSpec",
+    "RMSPropSGLD",
     "errors",
     "estimate_learning_coeff",
     "estimate_learning_coeff_with_summary",
@@ -33,6 +39,7 @@ __all__ = [
     "plots",
     "sample",
     "samplers",
+    "testing",
 ]
 
 _HOMES = {
@@ -42,19 +49,27 @@ _HOMES = {
     "sample": "devsample.estimate",
     "nbeta_for": "devsample.losses",
     "LLCResult": "devsample.results",
-    "SGLD": "devsample.samplers",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
-    elif name in __all__:
+    elif name in __all__ and name.islower():
         value = importlib.import_module(f"devsample.{name}")
     else:
-        raise AttributeError(f"module 'devsample' has no attribute {name!r}")
+        value = _sampler(name)
     globals()[name] = value
     return value
+
+
+def _sampler(name: str) -> Any:
+    """A sampler of the registry, whose classes are all public here."""
+    if name[:1].isupper():
+        samplers = importlib.import_module("devsample.samplers").SAMPLERS
+        if name in samplers:
+            return samplers[name]
+    raise AttributeError(f"module 'devsample' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +15,14 @@ import torch
 from devsample.checkpoints import save_checkpoint
 from devsample.data.loader import ChainLoader
 from devsample.data.worker import BatchRequest
+from devsample.fulldata import FullData, Potential, Served
 from devsample.objective import Batch, Objective
 from devsample.records import BASE_FIELDS, RecordWriter
 from devsample.samplers import Kernel
+from devsample.samplers.reference import ReferenceKernel
 from devsample.seeds import ChainKey, NormalBlocks, Role
 from devsample.specs import Prepared, RunSpec
+from devsample.stacked import RowByRow, Stacked
 from devsample.types import Emit, Event
 
 FLUSH_DRAWS = 256
@@ -59,9 +61,11 @@ class Schedule:
     between: int
     draws: int
     total: int = field(init=False)
+    freeze: int = field(init=False)  # steps after which the sampler no longer adapts
 
     def __post_init__(self) -> None:
         self.total = self.burnin + self.between * self.draws
+        self.freeze = math.ceil(self.burnin / 2)  # the rest of burn-in forgets what it was before
 
     def draw(self, step: int) -> int | None:
         """The number of the draw recorded at ``step`` (before its update), or None."""
@@ -86,6 +90,7 @@ class Group:
         run: settings.
         prepared: what was decided from the data.
         center: w*, shape (P,).
+        full: the data set as an earlier group has read it, if the sampler needs all of it.
         on_draw: called with the record of each draw, or None.
         emit: where progress goes.
     """
@@ -100,6 +105,7 @@ class Group:
         prepared: Prepared,
         center: torch.Tensor,
         *,
+        full: FullData | None,
         on_draw: OnDraw | None,
         emit: Emit,
     ) -> None:
@@ -119,26 +125,28 @@ class Group:
         self._flushed = 0
         self._last_flush = self._last_checkpoint = time.monotonic()
         self._separate = loader.order != "iid"
+        self._states = self._evaluator(self.position)
+        self.full = full
+        anchored = getattr(kernel, "control_variate", False)
+        self._needs_all = kernel.full_data or anchored
+        self._anchor: RowByRow | None = None
+        if anchored:
+            self._anchor = self._evaluator(center.expand(len(rows), -1).clone())
+            self._center_gradient = torch.zeros_like(self.position)
+        if kernel.full_data:
+            self._chances = NormalBlocks(keys, 2, exact, center.device, Role.ACCEPT)
         self.step = 0
 
-    def run(self, served: Iterator[tuple[BatchRequest, Any]]) -> None:
+    def run(self, served: Served) -> None:
         """Make all steps. ``served`` gives the batches of `requests`, in its order."""
-        noise = self._noise.averaged if self.kernel.noise_kind == "averaged" else self._noise.plain
-        flat, several = self.objective.flat, len(self.rows) > 1
-        point_to, copied = flat.point_to, any(not one.direct for one in flat.segments)
-        rows, gradients = list(self.position), list(self._gradient)
-        point_to(rows[0])
+        self._begin(served)
+        move = self._transition if self.kernel.full_data else self._step
         for step in range(self.schedule.total):
             draw = self.schedule.draw(step)
-            for number, row in enumerate(self.rows):
-                if several or copied:
-                    point_to(rows[number])
-                batches = _take(served, row.chain, step, Role.ORDER)
-                loss = self.objective.loss_and_gradient(gradients[number], batches, row.key, step)
-                if draw is not None:
-                    self._record(number, step, draw, loss, batches, served)
-            self.kernel.step(self.position, self._gradient, self.center, noise(step), self._buffers)
+            move(step, draw, served)
             self.step = step + 1
+            if self.step == self.schedule.freeze:
+                self.kernel.freeze(self._buffers)
             if draw is not None:
                 self._pending += 1
             self._flush_if_due(step)
@@ -146,13 +154,74 @@ class Group:
                 return
         self.flush()
 
+    def _begin(self, served: Served) -> None:
+        """Read the data set, if the sampler needs all of it."""
+        if self.full is None and self._needs_all:
+            self.full = FullData.read(
+                served,
+                self._prepared.num_samples,
+                self.objective,
+                self.center,
+                self.rows[0].key,
+                keep=self.kernel.full_data,
+            )
+        if isinstance(self.kernel, ReferenceKernel):
+            assert self.full is not None
+            scratch = self.position.clone()
+            self._potential = Potential(self._evaluator(scratch), scratch, self.full.batches)
+            self._center_losses = self._potential.at_center()
+            self._buffers = self.kernel.start(self.position, self._potential)
+
+    def _step(self, step: int, draw: int | None, served: Served) -> None:
+        """One step of every chain with a gradient of its own batch."""
+        batches = self._take_all(served, step, Role.ORDER)
+        losses = self._states.losses_and_gradients(self._gradient, batches, step)
+        at_center = None if self._anchor is None else self._subtract_center(batches, step)
+        if draw is not None:
+            if self._separate:  # the gradient's own batch is not one that w_t has not seen
+                batches = self._take_all(served, step, Role.LOSS_ORDER)
+                losses, at_center = self._states.losses(batches, step), None
+            self._record(step, draw, losses, batches, at_center)
+        averaged = self.kernel.noise_kind == "averaged"
+        noise = self._noise.averaged(step) if averaged else self._noise.plain(step)
+        self.kernel.step(self.position, self._gradient, self.center, noise, self._buffers)
+
+    def _transition(self, step: int, draw: int | None, served: Served) -> None:
+        """One transition of every chain on all data."""
+        kernel, buffers = self.kernel, self._buffers
+        assert isinstance(kernel, ReferenceKernel)
+        assert self.full is not None
+        if draw is not None:
+            everything = [list(self.full.batches)] * len(self.rows)
+            self._record(step, draw, buffers["loss"][:, 0], everything, self._center_losses)
+        uniform = torch.special.ndtr(self._chances.plain(step))
+        kernel.transition(
+            self.position, self.center, self._noise.plain(step), uniform, self._potential, buffers
+        )
+
+    def _subtract_center(self, batches: list[list[Batch]], step: int) -> torch.Tensor:
+        """Take the control variate g_B(w*) − g(w*) off the gradients; the losses at w* come with it."""
+        assert self._anchor is not None
+        assert self.full is not None
+        losses = self._anchor.losses_and_gradients(self._center_gradient, batches, step)
+        self._gradient.sub_(self._center_gradient).add_(self.full.gradient)
+        return losses
+
+    def _take_all(self, served: Served, step: int, role: Role) -> list[list[Batch]]:
+        return [_take(served, row.chain, step, role) for row in self.rows]
+
     def requests(self) -> Iterator[BatchRequest]:
         """Everything that `run` will take, then the probe steps of each chain."""
+        if self._needs_all and self.full is None:
+            yield from self._loader.full_pass(self._prepared.num_samples)
+        if self.kernel.full_data:
+            return
         for step in range(self.schedule.total):
             for row in self.rows:
                 yield from self._loader.requests(row.chain, step)
-                draw = self.schedule.draw(step)
-                if self._separate and draw is not None:
+            draw = self.schedule.draw(step)
+            if self._separate and draw is not None:
+                for row in self.rows:
                     yield from self._loader.requests(row.chain, step, Role.LOSS_ORDER, draw=draw)
         for row in self.rows:
             for step in range(PROBE_STEPS):
@@ -191,6 +260,10 @@ class Group:
             )
         self._last_checkpoint = time.monotonic()
 
+    def _evaluator(self, position: torch.Tensor) -> RowByRow:
+        kind = Stacked if len(self.rows) > 1 and not self._prepared.not_stackable else RowByRow
+        return kind(self.objective, position, self.center, [row.key for row in self.rows])
+
     def _start(self, keys: Sequence[ChainKey]) -> torch.Tensor:
         position = self.center.expand(len(keys), -1).clone()
         if self._run.start == "prior":
@@ -200,28 +273,23 @@ class Group:
 
     def _record(
         self,
-        number: int,
         step: int,
         draw: int,
-        loss: torch.Tensor,
-        batches: list[Batch],
-        served: Iterator[tuple[BatchRequest, Any]],
+        losses: torch.Tensor,
+        batches: list[list[Batch]],
+        at_center: torch.Tensor | None,
     ) -> None:
-        """Put loss and baseline of one chain's draw into the buffer; the model is at w_t again after."""
-        row = self.rows[number]
-        if self._separate:  # the gradient's own batch is not one that w_t has not seen
-            batches = _take(served, row.chain, step, Role.LOSS_ORDER)
-            loss = self.objective.loss(batches, row.key, step)
-        target = self._losses[self._pending, :, number]
-        target[0] = loss
-        if self._run.baseline == "paired":
-            self.objective.flat.point_to(self.center)
-            target[1] = self.objective.loss(batches, row.key, step)
-            self.objective.flat.point_to(self.position[number])
-        else:
+        """Put losses and baselines of a draw into the buffer."""
+        target = self._losses[self._pending]
+        target[0] = losses
+        if self._run.baseline == "fixed" or (self._run.baseline == "full" and not self.kernel.full_data):
             target[1] = self._prepared.init_loss
+        else:
+            target[1] = self._states.center_losses(batches, step) if at_center is None else at_center
         if self._on_draw is not None:
-            self._call_back(row, step, draw, target, batches)
+            for number, row in enumerate(self.rows):
+                self._states.go_to(number)
+                self._call_back(row, step, draw, target[:, number], batches[number])
 
     def _call_back(self, row: Row, step: int, draw: int, target: torch.Tensor, batches: list[Batch]) -> None:
         assert self._on_draw is not None
@@ -272,7 +340,7 @@ class Group:
         self._emit(Event("records", row.chain, int(rows["step"][-1]), rows.tobytes()))
 
 
-def _take(served: Iterator[tuple[BatchRequest, Any]], chain: int, step: int, role: Role) -> list[Batch]:
+def _take(served: Served, chain: int, step: int, role: Role) -> list[Batch]:
     """The micro-batches of one step, which are the next in line."""
     batches: list[Batch] = []
     for request, data in served:

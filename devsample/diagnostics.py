@@ -198,7 +198,7 @@ class PredictedBias:
     Attributes:
         absolute: in units of the learning coefficient.
         relative: absolute / abs(estimate).
-        step: the part that a full-batch chain would have too (Euler only).
+        step: the part that a full-batch chain would have too.
         minibatch: the part of the gradient noise.
         lr_fit: the largest lr whose predicted bias is 5 % of the estimate it would give.
     """
@@ -218,16 +218,18 @@ def predict_bias(
     *,
     lr: float,
     nbeta: float,
-    euler: bool,
+    step_bias: float,
     gradient_noise: float | None,
     hessian_trace: float | None = None,
+    speed: float = 1.0,
 ) -> PredictedBias | None:
     r"""Predict the bias that a finite step gives the estimate, to first order in lr.
 
-    .. math:: \frac{\varepsilon}{8}\left[ n\beta\,\mathrm{tr}H + (n\beta)^2 V \right]
+    .. math:: \frac{\varepsilon}{8}\left[ b\,n\beta\,\mathrm{tr}H + s\,(n\beta)^2 V \right]
 
-    The term of the Hessian H is that of Euler steps; averaged noise does not have it. V is the
-    trace of the covariance of one step's gradient estimate. Localization makes the bias smaller
+    The term of the Hessian H is that of Euler steps (b = 1); averaged noise does not have it (b = 0).
+    A sampler with momentum gathers gradient noise s times as long. V is the trace of the covariance
+    of one step's gradient estimate. Localization makes the bias smaller
     than predicted. ``lr_fit`` uses that the bias is linear in lr: with λ = estimate − bias (at
     least a quarter of the estimate, beyond which the law says little), it solves
     bias(lr_fit) = 5 % of (λ + bias(lr_fit)).
@@ -236,9 +238,10 @@ def predict_bias(
         estimate: λ̂, bias included.
         lr: ε.
         nbeta: nβ.
-        euler: whether the integrator is Euler's.
+        step_bias: b ≥ 0, `Kernel.step_bias`.
         gradient_noise: V, of the loss without nβ; None if it was not measured.
         hessian_trace: tr H; None if it was not measured (its term is then left out).
+        speed: s ≥ 1, `Kernel.speed`.
 
     Returns:
         None without gradient_noise, or if the estimate is not positive.
@@ -247,14 +250,14 @@ def predict_bias(
         Vollmer, Zygalakis, Teh (2016), (Non-)asymptotic properties of stochastic gradient Langevin
         dynamics, JMLR 17(159); on a Gaussian the first order of the exact stationary law.
 
-    >>> bias = predict_bias(4.0, lr=1e-3, nbeta=100.0, euler=False, gradient_noise=0.8)
+    >>> bias = predict_bias(4.0, lr=1e-3, nbeta=100.0, step_bias=0, gradient_noise=0.8)
     >>> round(bias.absolute, 3), round(bias.relative, 3), round(bias.lr_fit, 6)
     (1.0, 0.25, 0.000158)
     """
     if gradient_noise is None or not math.isfinite(gradient_noise) or not estimate > 0:
         return None
-    step = lr / 8 * nbeta * max(hessian_trace or 0.0, 0.0) if euler else 0.0
-    minibatch = lr / 8 * nbeta**2 * gradient_noise
+    step = lr / 8 * nbeta * max(hessian_trace or 0.0, 0.0) * step_bias
+    minibatch = lr / 8 * speed * nbeta**2 * gradient_noise
     absolute = step + minibatch
     unbiased = max(estimate - absolute, estimate / 4)
     allowed = unbiased * BIAS_CAUTION / (1 - BIAS_CAUTION)

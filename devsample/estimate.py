@@ -16,7 +16,7 @@ from devsample.callbacks import gather_results
 from devsample.errors import UnreliableEstimateWarning
 from devsample.results import ChainInfo, LLCResult
 from devsample.running import Finished, carry_out
-from devsample.samplers import SGLD, Sampler
+from devsample.samplers import SGLD, Sampler, can_freeze
 from devsample.types import ChainOutcome, EvaluateFn, Executor
 
 if TYPE_CHECKING:
@@ -262,6 +262,9 @@ def _settings(plan: Plan, finished: Finished) -> dict[str, Any]:
     )
     return {
         **vars(kernel),
+        "step_bias": kernel.step_bias,
+        "speed": kernel.speed,
+        "adapting": kernel.adapts and (prepared.num_burnin_steps == 0 or not can_freeze(kernel)),
         "sampler": plan.parts.sampler.kind.__name__,
         "nbeta_rule": prepared.nbeta_rule,
         "nbeta_batch": prepared.nbeta_batch,
@@ -280,6 +283,7 @@ def _settings(plan: Plan, finished: Finished) -> dict[str, Any]:
         "cores": plan.cores,
         "threads_per_chain": plan.threads,
         "chains_per_process": run.group_size,
+        "not_stackable": prepared.not_stackable,
         "auto": run.auto,
         "curvature": prepared.curvature,
         "run_dir": str(finished.run_dir) if finished.run_dir is not None else None,

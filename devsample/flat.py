@@ -54,6 +54,7 @@ class FlatParameters:
         self.parameters = [one.parameter for one in self.segments]
         self._plain = all(one.direct for one in self.segments)
         self._pieces: tuple[int, list[torch.Tensor]] | None = None
+        self._at: int | None = None
 
     @property
     def device(self) -> torch.device:
@@ -66,12 +67,21 @@ class FlatParameters:
         return torch.cat(parts)
 
     def point_to(self, values: torch.Tensor) -> None:
-        """Make the model compute at ``values``, shape (P,)."""
+        """Make the model compute at ``values``, shape (P,), and follow them if they are updated in place.
+
+        Entries that are copied (masked, or of lower precision) do not follow.
+        """
+        self._at = values.data_ptr()
         for one in self.segments:
             if one.direct:
                 one.parameter.data = values[one.start : one.stop].view(one.parameter.shape)
             else:
                 _put(one.parameter.data, one.entries, values[one.start : one.stop])
+
+    def go_to(self, values: torch.Tensor) -> None:
+        """`point_to`, unless the model is there already."""
+        if not self._plain or self._at != values.data_ptr():
+            self.point_to(values)
 
     def gather(self, parts: Sequence[torch.Tensor | None], gradient: torch.Tensor, *, add: bool) -> None:
         """Write the parameters' gradients into ``gradient`` (P,), or add them to it."""

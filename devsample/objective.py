@@ -47,7 +47,7 @@ class Objective:
         needs_grad: bool = False,
     ) -> None:
         self.model, self.flat, self.seeded, self.needs_grad = model, flat, seeded, needs_grad
-        self._evaluate = evaluate
+        self.evaluate = evaluate
         self._autocast_dtype = autocast_dtype
         self.touched: set[int] = set()  # positions of parameters that ever got a gradient
         model.train(train_mode)
@@ -124,17 +124,18 @@ class Objective:
             if self.flat.device.type == "cuda":
                 torch.cuda.manual_seed(seed)
         try:
-            with self._autocast():
-                return read_loss(self._evaluate(self.model, opened(data)))
+            with self.autocast():
+                return read_loss(self.evaluate(self.model, opened(data)))
         except (DevsampleError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             called = "evaluate raised"
-            if self._evaluate is default_evaluate:
+            if self.evaluate is default_evaluate:
                 called = "evaluate was not given, so the model was called with the batch, which raised"
             raise EvaluateError(f"{called} {type(error).__name__}: {error}") from error
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The precision of forward passes."""
         if self._autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.flat.device.type, dtype=self._autocast_dtype)

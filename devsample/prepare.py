@@ -13,7 +13,7 @@ import torch
 
 from devsample.chain import PROBE_STEPS
 from devsample.data.loader import ChainLoader
-from devsample.errors import EvaluateError
+from devsample.errors import EvaluateError, InvalidArgumentError
 from devsample.flat import FlatParameters, Masks
 from devsample.losses import nbeta_for
 from devsample.objective import Batch, Objective, global_random_state
@@ -21,6 +21,7 @@ from devsample.probes import Probe
 from devsample.samplers import SGLDKernel
 from devsample.seeds import ChainKey, NormalBlocks, Role
 from devsample.specs import Prepared, RunSpec, SamplerSpec
+from devsample.stacked import why_not_stackable
 from devsample.types import EvaluateFn
 
 FULL_PASS_SAMPLES = 1 << 14  # L_n(w*) reads all data up to this many samples, else this many
@@ -75,6 +76,10 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
     objective.flat.point_to(center)
     check_loss = _check_loss(objective, steps[0], setting.key, run.train_mode)
     decided = _decide(setting, Probe(objective, steps, setting.key), center, objective, steps)
+    not_stackable = ""
+    if run.group_size > 1:
+        not_stackable = why_not_stackable(objective, center, steps, setting.key)
+    objective.flat.point_to(center)  # chains of this process start from the same model as elsewhere
     objective.reset_buffers()
     prepared = Prepared(
         num_samples=loader.num_samples,
@@ -87,6 +92,7 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
         uses_randomness=random_evaluate,
         needs_grad=objective.needs_grad,
         check_loss=check_loss,
+        not_stackable=not_stackable,
         **decided,
     )
     return prepared, steps[0][0][1]
@@ -199,9 +205,14 @@ def _decide(
         lr = _AUTO_LR / (nbeta * curvature + localization)
         if burnin == 0:
             slowest = max(localization, nbeta * curvature / _SLOWEST_MODE)
-            burnin = math.ceil(math.log(100) / (lr * slowest))
+            speed = sampler.kernel(lr=lr, nbeta=nbeta).speed
+            burnin = math.ceil(math.log(100) / (lr * speed * slowest))
     kernel = sampler.kernel(lr=lr, nbeta=nbeta, localization=localization)
-    euler = getattr(kernel, "integrator", "euler") == "euler"
+    if kernel.full_data or getattr(kernel, "control_variate", False):
+        _check_reads_all(setting.loader, sampler)
+        gradient_noise = 0.0  # with a control variate there is none at w*
+    else:
+        gradient_noise = probe.gradient_noise(center)
     return {
         "nbeta": nbeta,
         "nbeta_rule": rule,
@@ -209,10 +220,18 @@ def _decide(
         "lr": lr,
         "localization": localization,
         "num_burnin_steps": burnin,
-        "gradient_noise": probe.gradient_noise(center),
-        "hessian_trace": probe.hessian_trace(center) if euler else None,
+        "gradient_noise": gradient_noise,
+        "hessian_trace": probe.hessian_trace(center) if kernel.step_bias else None,
         "curvature": curvature,
     }
+
+
+def _check_reads_all(loader: ChainLoader, sampler: SamplerSpec) -> None:
+    if not loader.reads_all(loader.num_samples):
+        raise InvalidArgumentError(
+            f"sampling_method: {sampler.kind.__name__} needs every sample once"
+            + ", and a sampler of one's own does not promise that; leave sampler and batch_sampler out."
+        )
 
 
 def _explore(

@@ -30,14 +30,24 @@ class Probe:
         self._buffer = torch.zeros(flat.size, dtype=flat.dtype, device=flat.device)
         self._normals = NormalBlocks([key], flat.size, flat.dtype, flat.device, Role.PROBE)
 
-    def gradient_noise(self, position: torch.Tensor) -> float:
-        r"""Trace of one step's gradient covariance, from independent pairs: E|g − g'|²/2."""
-        self._objective.flat.point_to(position)
+    def gradient_noise(self, position: torch.Tensor, anchor: torch.Tensor | None = None) -> float:
+        r"""Trace of one step's gradient covariance, from independent pairs: E|g − g'|²/2.
+
+        With ``anchor`` (w*), of the gradient less its control variate: g_B(w) − g_B(w*).
+        """
         values = []
         for first in range(0, len(self._steps) - 1, 2):
-            one = self._gradient(first).clone()
-            values.append(squared_norm(one.sub_(self._gradient(first + 1))) / 2)
+            difference = self._difference(position, first)
+            if anchor is not None:
+                difference.sub_(self._difference(anchor, first))
+            values.append(squared_norm(difference) / 2)
         return sum(values) / len(values) if values else math.nan
+
+    def _difference(self, position: torch.Tensor, first: int) -> torch.Tensor:
+        """G − g' of a pair of steps, a new tensor."""
+        self._objective.flat.point_to(position)
+        one = self._gradient(first).clone()
+        return one.sub_(self._gradient(first + 1))
 
     def hessian_trace(self, position: torch.Tensor, directions: int = 4) -> float:
         """Trace of the Hessian by Hutchinson's estimator, with central differences of gradients.

@@ -299,14 +299,17 @@ def _all_failed(lost: Mapping[int, LostChain], draws: pd.DataFrame) -> AllChains
     return error
 
 
+_WITH_LAW = ("SGLD", "SGHMC", "MALA", "HMC")
+
+
 def _bias(
     estimate: float,
     used: Sequence[ChainInfo],
     settings: Mapping[str, Any],
     at_center: Mapping[str, float],
 ) -> PredictedBias | None:
-    """The predicted bias of SGLD; for other samplers there is no law here."""
-    if settings.get("sampler", "SGLD") != "SGLD" or not {"lr", "nbeta"} <= settings.keys():
+    """The predicted bias of samplers that have a law for it."""
+    if settings.get("sampler", "SGLD") not in _WITH_LAW or not {"lr", "nbeta"} <= settings.keys():
         return None
 
     def larger(name: str) -> float | None:
@@ -321,7 +324,8 @@ def _bias(
         estimate,
         lr=settings["lr"],
         nbeta=settings["nbeta"],
-        euler=settings.get("integrator") == "euler",
+        step_bias=settings.get("step_bias", float(settings.get("integrator") == "euler")),
+        speed=settings.get("speed", 1.0),
         gradient_noise=larger("gradient_noise"),
         hessian_trace=larger("hessian_trace"),
     )

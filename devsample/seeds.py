@@ -52,6 +52,7 @@ class Role(enum.IntEnum):
     FULL_ORDER = 9
     PILOT = 10
     DATASET = 11
+    ACCEPT = 12
 
 
 @dataclass(frozen=True)

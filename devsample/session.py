@@ -24,6 +24,7 @@ from devsample.data.loader import ChainLoader
 from devsample.data.worker import BatchRequest
 from devsample.errors import DevsampleError, LoaderError, LoaderWorkerError
 from devsample.flat import FlatParameters
+from devsample.fulldata import FullData
 from devsample.objective import Objective, preserved_process_state
 from devsample.payload import Parts, PayloadReader, Skeleton, load_model
 from devsample.prepare import Setting, prepare
@@ -62,6 +63,7 @@ class Session:
             ambient.apply(self._reader.load("ambient"))
             model, self._parts = self._reader.load("model"), self._reader.parts()
         self._keys = self._parts.run.keys()
+        self._full: FullData | None = None
         with _plain_mode(self._device):
             self._model = load_model(model, job.run_dir, self._device)
             self._loader = ChainLoader(
@@ -176,6 +178,7 @@ class Session:
             parts.run,
             prepared,
             flat.read(),
+            full=self._full,
             on_draw=Caller(callbacks) if callbacks else None,
             emit=emit,
         )
@@ -185,6 +188,7 @@ class Session:
         try:
             served = self._loader.serve(group.requests())
             group.run(served)
+            self._full = group.full
             group.save()
             try:  # the draws are there; the measurement is an extra
                 return self._probe(group, served) if all(row.alive for row in group.rows) else {}
@@ -197,8 +201,10 @@ class Session:
             group.objective.reset_buffers()
 
     def _probe(self, group: Group, served: Any) -> dict[int, dict[str, float]]:
-        """Gradient noise and, for Euler steps, tr H at each chain's last state."""
-        euler = getattr(group.kernel, "integrator", "euler") == "euler"
+        """Gradient noise and, if the steps have a bias, tr H at each chain's last state."""
+        if group.kernel.full_data:
+            return {row.chain: {"gradient_noise": 0.0} for row in group.rows}
+        anchor = group.center if getattr(group.kernel, "control_variate", False) else None
         found: dict[int, dict[str, float]] = {}
         for number, row in enumerate(group.rows):
             steps: list[list[tuple[int, Any]]] = [[] for _ in range(PROBE_STEPS)]
@@ -208,8 +214,8 @@ class Session:
                     request, data = next(served)
                     step.append((len(request.indices), data))
             probe = Probe(group.objective, steps, row.key)
-            found[row.chain] = {"gradient_noise": probe.gradient_noise(group.position[number])}
-            if euler:
+            found[row.chain] = {"gradient_noise": probe.gradient_noise(group.position[number], anchor)}
+            if group.kernel.step_bias:
                 found[row.chain]["hessian_trace"] = probe.hessian_trace(group.position[number])
         return found
 
@@ -299,8 +305,15 @@ def run_chain(
 
 @contextlib.contextmanager
 def _plain_mode(device: torch.device) -> Iterator[None]:
-    """The modes of a new process, whatever the caller has switched on around the call."""
-    no_autocast = torch.autocast(device.type, enabled=False)
+    """The modes of a new process, whatever the caller has switched on around the call.
+
+    Inside any autocast block torch keeps its casts of the weights until that block ends: the model
+    would compute with the weights of the first step for ever. So none is opened here without need, and
+    then without that cache, which blocks within it take over.
+    """
+    no_autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if torch.is_autocast_enabled(device.type):
+        no_autocast = torch.autocast(device.type, enabled=False, cache_enabled=False)
     elsewhere = torch.get_default_device().type != "cpu"  # a mode costs time at every call of torch
     on_cpu = torch.device("cpu") if elsewhere else contextlib.nullcontext()
     with torch.inference_mode(False), torch.enable_grad(), on_cpu, no_autocast:

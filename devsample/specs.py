@@ -88,6 +88,7 @@ class Prepared:
         hessian_trace: tr of the Hessian at w* (Euler steps only).
         curvature: largest curvature that ``auto`` found, else None.
         check_loss: loss of the first batch at w* in this process.
+        not_stackable: why several chains of a process are computed one after the other, or "".
     """
 
     num_samples: int
@@ -109,6 +110,7 @@ class Prepared:
     hessian_trace: float | None
     curvature: float | None
     check_loss: float
+    not_stackable: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

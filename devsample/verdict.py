@@ -281,12 +281,29 @@ def check_draws(evidence: Evidence) -> Finding | None:
     return None
 
 
+def check_adapting(evidence: Evidence) -> Finding | None:
+    """A sampler that adapts while it draws: its law is not the posterior."""
+    settings = evidence.settings
+    if not settings.get("adapting"):
+        return None
+    sampler = settings.get("sampler", "the sampler")
+    remedy = "give num_burnin_steps, in whose first half it adapts"
+    if settings.get("preconditioner") == "moving":
+        remedy = 'take preconditioner="frozen"'
+    text = (
+        f"{sampler} goes on adapting while it draws, so its law is not the posterior, however small lr is; "
+        f"{remedy}."
+    )
+    return Finding("adapting", "caution", text)
+
+
 CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     check_lost,
     check_moves,
     check_negative,
     check_drift,
     check_bias,
+    check_adapting,
     check_dimension,
     check_rhat,
     check_draws,

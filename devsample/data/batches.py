@@ -24,14 +24,16 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
     if isinstance(batch, Mapping):
-        return _like_mapping(batch, {key: to_device(value, device) for key, value in batch.items()})
+        return like_mapping(batch, {key: to_device(value, device) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(part, device) for part in batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)(to_device(part, device) for part in batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        moved = {one.name: to_device(getattr(batch, one.name), device) for one in dataclasses.fields(batch)}
-        return dataclasses.replace(batch, **{n: v for n, v in moved.items() if _is_init(batch, n)})
+        return like_dataclass(
+            batch,
+            {one.name: to_device(getattr(batch, one.name), device) for one in dataclasses.fields(batch)},
+        )
     return batch
 
 
@@ -40,7 +42,8 @@ def opened(batch: Any) -> Any:
     return copy.copy(batch) if isinstance(batch, (MutableMapping, list)) else batch
 
 
-def _like_mapping(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
+def like_mapping(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
+    """A mapping of the class of ``batch`` with other values, or a dict if it cannot be made."""
     if type(batch) is dict:
         return moved
     try:
@@ -49,5 +52,7 @@ def _like_mapping(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
         return moved
 
 
-def _is_init(batch: Any, name: str) -> bool:
-    return next(one.init for one in dataclasses.fields(batch) if one.name == name)
+def like_dataclass(batch: Any, moved: Mapping[str, Any]) -> Any:
+    """A copy of a dataclass with other fields."""
+    settable = {one.name for one in dataclasses.fields(batch) if one.init}
+    return dataclasses.replace(batch, **{name: value for name, value in moved.items() if name in settable})

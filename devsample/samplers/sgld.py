@@ -8,42 +8,26 @@ from typing import Literal
 
 import torch
 
-from devsample.errors import InvalidArgumentError
-from devsample.samplers.base import Buffers, Kernel, Sampler, check_range
+from devsample.samplers.base import Buffers
+from devsample.samplers.langevin import LangevinKernel
+from devsample.samplers.optimizer import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGLDKernel(Kernel):
+class SGLDKernel(LangevinKernel):
     """The hyperparameters of `SGLD` and its update."""
 
-    lr: float
-    nbeta: float
-    localization: float = 0.0
-    weight_decay: float = 0.0
-    noise_level: float = 1.0
-    bounding_box_size: float | None = None
-    bounding_box: Literal["reflect", "clamp"] = "reflect"
     integrator: Literal["averaged", "euler"] = "averaged"
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "nbeta", "bounding_box_size"):
-            if name != "bounding_box_size" or self.bounding_box_size is not None:
-                object.__setattr__(self, name, check_range(name, getattr(self, name), above=0))
-        for name in ("localization", "weight_decay", "noise_level"):
-            object.__setattr__(self, name, check_range(name, getattr(self, name), least=0))
-        if self.bounding_box not in ("reflect", "clamp"):
-            raise InvalidArgumentError(
-                f'bounding_box: expected "reflect" or "clamp", got {self.bounding_box!r}.'
-            )
-        if self.integrator not in ("averaged", "euler"):
-            raise InvalidArgumentError(
-                f'integrator: expected "averaged" or "euler", got {self.integrator!r}.'
-            )
 
     @property
     def noise_kind(self) -> Literal["plain", "averaged"]:
         """Averaged noise unless the integrator is Euler's."""
         return "averaged" if self.integrator == "averaged" else "plain"
+
+    @property
+    def step_bias(self) -> float:
+        """1 for Euler steps; averaged noise has none at first order."""
+        return 0.0 if self.integrator == "averaged" else 1.0
 
     def step(
         self,
@@ -61,8 +45,21 @@ class SGLDKernel(Kernel):
         position.add_(gradient, alpha=-half * self.nbeta)
         if self.noise_level:
             position.add_(noise, alpha=math.sqrt(self.lr) * self.noise_level)
-        if self.bounding_box_size is not None:
-            _keep_in_box(position, center, self.bounding_box_size, self.bounding_box)
+        self.keep_in_box(position, center)
+
+    def formula(
+        self,
+        position: torch.Tensor,
+        gradient: torch.Tensor,
+        center: torch.Tensor,
+        noise: torch.Tensor,
+        buffers: Buffers,
+    ) -> tuple[torch.Tensor, Buffers]:
+        """The step of one row, as in the docstring of `SGLD`."""
+        w, lr, sigma = position, self.lr, self.noise_level
+        w = w - lr / 2 * self.slope(w, gradient, center) + math.sqrt(lr) * sigma * noise
+        self.keep_in_box(w, center)
+        return w, {}
 
 
 class SGLD(Sampler):
@@ -87,7 +84,7 @@ class SGLD(Sampler):
         bounding_box_size: half width of a box around w* that no entry leaves; None: no box.
         bounding_box: "reflect" at its walls, or "clamp" to them (another law).
         integrator: "averaged" or "euler".
-        generator: source of the noise.
+        generator, masks: see `Sampler`.
 
     References:
         M. Welling, Y. W. Teh, "Bayesian learning via stochastic gradient Langevin dynamics", ICML 2011.
@@ -106,13 +103,3 @@ class SGLD(Sampler):
     """
 
     kernel = SGLDKernel
-
-
-def _keep_in_box(position: torch.Tensor, center: torch.Tensor, size: float, how: str) -> None:
-    if how == "clamp":
-        torch.clamp(position, center - size, center + size, out=position)
-        return
-    offset = position - center
-    outside = offset.abs() > size
-    folded = size - ((offset + size).remainder_(4 * size) - 2 * size).abs_()  # period 4·size
-    torch.where(outside, center + folded, position, out=position)

@@ -19,7 +19,13 @@ ROOT = Path(__file__).parents[2]
 PUBLIC = {
     "LLCResult",
     "LoaderSpec",
+    "AdamSGLD",
+    "HMC",
+    "MALA",
+    "RMSPropSGLD",
+    "SGHMC",
     "SGLD",
+    "SGNHT",
     "errors",
     "estimate_learning_coeff",
     "estimate_learning_coeff_with_summary",
@@ -27,6 +33,7 @@ PUBLIC = {
     "plots",
     "sample",
     "samplers",
+    "testing",
 }
 HEAVY = (
     "arviz_stats",

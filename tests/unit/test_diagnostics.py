@@ -58,7 +58,7 @@ def kinds(findings):
 
 def bias_of(estimate=10.0, gradient_noise=1.0, lr=1e-4, nbeta=239.85, **rest):
     return predict_bias(
-        estimate, lr=lr, nbeta=nbeta, gradient_noise=gradient_noise, **({"euler": False} | rest)
+        estimate, lr=lr, nbeta=nbeta, gradient_noise=gradient_noise, **({"step_bias": 0.0} | rest)
     )
 
 
@@ -168,7 +168,9 @@ def test_predicted_bias_is_the_first_order_of_the_exact_gaussian_law():
 
     lr = 1e-6
     for euler in (False, True):
-        bias = predict_bias(0.5, lr=lr, nbeta=nbeta, euler=euler, gradient_noise=noise, hessian_trace=h)
+        bias = predict_bias(
+            0.5, lr=lr, nbeta=nbeta, step_bias=float(euler), gradient_noise=noise, hessian_trace=h
+        )
         assert bias.absolute == pytest.approx(exact(lr, euler=euler) - 0.5, rel=1e-3)
     assert bias.absolute == pytest.approx(bias.step + bias.minibatch)
     assert float(bias) == bias.absolute
@@ -300,7 +302,7 @@ def test_nbeta_batch_is_named_only_where_it_would_help(settings):
 
 def test_where_the_euler_step_is_to_blame_averaged_noise_is_named():
     llc = healthy(np.random.default_rng(19))
-    bias = bias_of(llc.mean(), gradient_noise=0.1, hessian_trace=2000.0, euler=True)
+    bias = bias_of(llc.mean(), gradient_noise=0.1, hessian_trace=2000.0, step_bias=1.0)
     (finding,) = examine(evidence(llc, bias=bias, integrator="euler"))
     assert 'integrator="averaged"' in finding.text
     assert "batch_size" not in finding.text

@@ -71,6 +71,19 @@ def test_rows_are_chains_alone(box):
     assert torch.equal(position, alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_order_of_operations_is_part_of_a_seeded_result(dtype):
+    """Bit for bit: rounding depends on the order, and seeded traces must not change with it."""
+    position, gradient, center, noise = (one.to(dtype) for one in state(3, 40))
+    kernel = replace(PLAIN, localization=7.0, weight_decay=3.0, noise_level=1.3)
+    expected = position.clone()
+    expected.lerp_(center * (7.0 / 10.0), 0.01 * 10.0)
+    expected.add_(gradient, alpha=-0.01 * 30.0)
+    expected.add_(noise, alpha=math.sqrt(0.02) * 1.3)
+    kernel.step(position, gradient, center, noise, {})
+    assert torch.equal(position, expected)
+
+
 def test_which_noise_an_integrator_takes():
     assert PLAIN.noise_kind == "averaged"
     assert replace(PLAIN, integrator="euler").noise_kind == "plain"

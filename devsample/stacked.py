@@ -1,0 +1,329 @@
+"""Loss and gradient of K chains: row by row, or at once over stacked states.
+
+At once, `torch.vmap` runs the user's ``evaluate`` over rows of parameters and of batches, so a step is one
+batched forward and backward. Batches that do not fit together are taken row by row; the numbers
+agree to the rounding of batched kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from devsample.data.batches import like_dataclass, like_mapping, opened
+from devsample.errors import EvaluateError
+from devsample.losses import read_loss
+from devsample.objective import Batch, Objective
+from devsample.seeds import ChainKey, NormalBlocks, Role
+from devsample.serialize import short_error
+
+Rows = Sequence[Sequence[Batch]]
+"""The micro-batches of one step, row by row."""
+
+_DISTANCE = 1e-3  # of the weights' size: how far the second row of the trial is from w*
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-8}  # relative
+
+
+class NotStackable(Exception):  # noqa: N818 - says why the rows are taken one by one
+    """These batches differ in shape or structure, or hold what cannot be stacked."""
+
+
+class RowByRow:
+    """What `Objective` computes for one state, for the K rows of ``position``, one after the other.
+
+    Args:
+        objective: the model and ``evaluate``.
+        position: states (K, P), read where they are: who moves them need not say so.
+        center: w*, shape (P,).
+        keys: the chains' keys.
+    """
+
+    def __init__(
+        self, objective: Objective, position: torch.Tensor, center: torch.Tensor, keys: Sequence[ChainKey]
+    ) -> None:
+        self.objective, self.center, self._keys = objective, center, keys
+        self._position = list(position)
+
+    def go_to(self, row: int) -> None:
+        """Make the model compute with the weights of ``row``."""
+        self.objective.flat.go_to(self._position[row])
+
+    def losses_and_gradients(self, gradient: torch.Tensor, batches: Rows, step: int) -> torch.Tensor:
+        """Losses (K,), detached; the gradients are written into ``gradient`` (K, P)."""
+        losses = []
+        for row, (batch, key) in enumerate(zip(batches, self._keys, strict=True)):
+            self.go_to(row)
+            losses.append(self.objective.loss_and_gradient(gradient[row], batch, key, step))
+        return torch.stack(losses)
+
+    def losses(self, batches: Rows, step: int) -> torch.Tensor:
+        """Losses (K,) at the rows' states, detached."""
+        losses = []
+        for row, (batch, key) in enumerate(zip(batches, self._keys, strict=True)):
+            self.go_to(row)
+            losses.append(self.objective.loss(batch, key, step))
+        return torch.stack(losses)
+
+    def center_losses(self, batches: Rows, step: int) -> torch.Tensor:
+        """Losses (K,) of the rows' batches at w*, detached."""
+        self.objective.flat.go_to(self.center)
+        losses = [
+            self.objective.loss(batch, key, step) for batch, key in zip(batches, self._keys, strict=True)
+        ]
+        return torch.stack(losses)
+
+
+class Stacked(RowByRow):
+    """The same for all rows at once."""
+
+    def __init__(
+        self, objective: Objective, position: torch.Tensor, center: torch.Tensor, keys: Sequence[ChainKey]
+    ) -> None:
+        super().__init__(objective, position, center, keys)
+        segments = objective.flat.segments
+        self._places = _places(objective.model, [one.parameter for one in segments])
+        self._leaves = [
+            _shaped(position[:, one.start : one.stop], one).detach().requires_grad_() for one in segments
+        ]
+        self._center = [_shaped(center[None, one.start : one.stop], one)[0].detach() for one in segments]
+
+    def losses_and_gradients(self, gradient: torch.Tensor, batches: Rows, step: int) -> torch.Tensor:
+        """Losses (K,), detached; the gradients are written into ``gradient`` (K, P)."""
+        try:
+            stacks = _stacks(batches)
+        except NotStackable:  # the last batches of an epoch, for one
+            return super().losses_and_gradients(gradient, batches, step)
+        value: torch.Tensor | None = None
+        for number, (share, stack) in enumerate(stacks):
+            losses = self._losses(self._leaves, 0, stack)
+            if not losses.requires_grad:
+                raise EvaluateError(
+                    "evaluate returned a loss that does not depend on the moving parameters of the model."
+                )
+            parts = torch.autograd.grad(losses.sum() * share, self._leaves, allow_unused=True)
+            self._write(gradient, parts, add=number > 0)
+            losses = losses.detach() * share
+            value = losses if value is None else value + losses
+        assert value is not None
+        return value
+
+    def losses(self, batches: Rows, step: int) -> torch.Tensor:
+        """Losses (K,) at the rows' states, detached."""
+        try:
+            return self._mean(self._leaves, 0, _stacks(batches))
+        except NotStackable:
+            return super().losses(batches, step)
+
+    def center_losses(self, batches: Rows, step: int) -> torch.Tensor:
+        """Losses (K,) of the rows' batches at w*, detached."""
+        try:
+            return self._mean(self._center, None, _stacks(batches))
+        except NotStackable:
+            return super().center_losses(batches, step)
+
+    @torch.no_grad()
+    def _mean(
+        self, values: list[torch.Tensor], dim: int | None, stacks: Sequence[tuple[float, _Stack]]
+    ) -> torch.Tensor:
+        return torch.stack([self._losses(values, dim, stack) * share for share, stack in stacks]).sum(0)
+
+    def _losses(self, values: list[torch.Tensor], dim: int | None, stack: _Stack) -> torch.Tensor:
+        def loss(values: list[torch.Tensor], leaves: list[torch.Tensor]) -> torch.Tensor:
+            with self._with_weights(values), self.objective.autocast():
+                return read_loss(self.objective.evaluate(self.objective.model, opened(stack.batch(leaves))))
+
+        if dim is None and stack.dim is None:  # nothing differs between the rows
+            return loss(values, stack.leaves).expand(len(self._keys))
+        result: torch.Tensor = torch.vmap(loss, (dim, stack.dim), randomness="error")(values, stack.leaves)
+        return result
+
+    @contextlib.contextmanager
+    def _with_weights(self, values: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let the model compute with ``values`` in the place of its moving parameters."""
+        segments = self.objective.flat.segments
+        for places, one, value in zip(self._places, segments, values, strict=True):
+            whole = value.to(one.parameter.dtype)
+            if one.entries is not None:
+                whole = one.parameter.detach().flatten().scatter(0, one.entries, whole)
+                whole = whole.view(one.parameter.shape)
+            for module, name in places:
+                module._parameters[name] = whole  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for places, one in zip(self._places, segments, strict=True):
+                for module, name in places:
+                    module._parameters[name] = one.parameter
+
+    def _write(self, gradient: torch.Tensor, parts: Sequence[torch.Tensor | None], *, add: bool) -> None:
+        for one, part in zip(self.objective.flat.segments, parts, strict=True):
+            target = gradient[:, one.start : one.stop]
+            if part is None:
+                target.zero_() if not add else None
+            elif add:
+                target.add_(part.reshape(target.shape))
+            else:
+                target.copy_(part.reshape(target.shape))
+
+
+def why_not_stackable(
+    objective: Objective, center: torch.Tensor, steps: Sequence[Sequence[Batch]], key: ChainKey
+) -> str:
+    """Why this model is taken row by row, or "" if its rows can be stacked.
+
+    Two rows, one at w* and one beside it, are computed both ways and compared.
+    """
+    if objective.seeded:
+        return "evaluate draws random numbers"
+    if objective.needs_grad:
+        return "evaluate differentiates on its own"
+    normals = NormalBlocks([key], center.numel(), center.dtype, center.device, Role.PILOT)
+    scale = _DISTANCE * float(center.abs().mean()) + 1e-6
+    position = torch.stack([center, center + scale * normals.plain(0)[0]])
+    batches = [steps[0], steps[1 % len(steps)]]
+    alone, together = torch.zeros_like(position), torch.zeros_like(position)
+    expected = []
+    for number in range(2):
+        objective.flat.point_to(position[number])
+        expected.append(objective.loss_and_gradient(alone[number], batches[number], key, number))
+    objective.flat.point_to(center)
+    try:
+        _stacks(batches)
+        stacked = Stacked(objective, position, center, [key, key])
+        found = stacked.losses_and_gradients(together, batches, 0)
+        stacked.center_losses(batches, 0)
+    except NotStackable as error:
+        return str(error)
+    except Exception as error:  # whatever torch.vmap does not know
+        return f"torch.vmap refuses it ({short_error(error)[:300]})"
+    tolerance = _TOLERANCE[center.dtype]
+    losses = torch.stack(expected).to(found.dtype)
+    if not torch.allclose(found, losses, rtol=tolerance, atol=tolerance * float(losses.abs().max())):
+        return "its vectorised form gives other losses"
+    if not (together - alone).norm() <= tolerance * 10 * alone.norm():
+        return "its vectorised form gives other gradients"
+    return ""
+
+
+# ---- parameters ---------------------------------------------------------------------------------
+
+
+def _shaped(rows: torch.Tensor, segment: Any) -> torch.Tensor:
+    """A piece of the stacked states in the shape of its parameter, if that moves as a whole."""
+    if segment.entries is not None:
+        return rows
+    return rows.view(len(rows), *segment.parameter.shape)
+
+
+def _places(
+    model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]
+) -> list[list[tuple[torch.nn.Module, str]]]:
+    """Where each parameter stands in the model: more than one place if it is tied."""
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    places: list[list[tuple[torch.nn.Module, str]]] = [[] for _ in parameters]
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in numbers:
+                places[numbers[id(parameter)]].append((module, name))
+    return places
+
+
+# ---- batches ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Stack:
+    """Batches of K rows: their tensors stacked, in the structure of the first."""
+
+    like: Any
+    leaves: list[torch.Tensor]
+    dim: int | None  # None: the rows share one batch
+
+    def batch(self, leaves: Sequence[torch.Tensor]) -> Any:
+        """A batch with these tensors."""
+        given = iter(leaves)
+        return _rebuilt(self.like, lambda _: next(given))
+
+
+def _stacks(batches: Rows) -> list[tuple[float, _Stack]]:
+    """Share of the step's samples and stacked data, micro-batch by micro-batch."""
+    counts = [[count for count, _ in row] for row in batches]
+    if any(one != counts[0] for one in counts):
+        raise NotStackable("the chains' batches differ in size")
+    total = sum(counts[0])
+    return [
+        (count / total, _stack([row[micro][1] for row in batches])) for micro, count in enumerate(counts[0])
+    ]
+
+
+def _stack(rows: Sequence[Any]) -> _Stack:
+    leaves, rest = _taken_apart(rows[0])
+    if all(one is rows[0] for one in rows):
+        return _Stack(rows[0], leaves, None)
+    columns = [leaves]
+    shapes = [one.shape for one in leaves]
+    for row in rows[1:]:
+        leaves, other = _taken_apart(row)
+        if other != rest or [one.shape for one in leaves] != shapes:
+            raise NotStackable("the chains' batches differ in shape or in what is not a tensor")
+        columns.append(leaves)
+    stacked = [torch.stack(column) for column in zip(*columns, strict=True)]
+    return _Stack(rows[0], stacked, 0 if stacked else None)
+
+
+def _taken_apart(batch: Any) -> tuple[list[torch.Tensor], list[Any]]:
+    leaves: list[torch.Tensor] = []
+    rest: list[Any] = []
+    _walk(batch, leaves, rest)
+    return leaves, rest
+
+
+def _walk(batch: Any, leaves: list[torch.Tensor], rest: list[Any]) -> None:
+    """Collect the tensors of a batch, and whatever must be the same in all rows."""
+    if isinstance(batch, torch.Tensor):
+        if batch.layout is not torch.strided:
+            raise NotStackable("a batch holds a sparse tensor")
+        leaves.append(batch)
+        rest.append(batch.dtype)
+        return
+    rest.append(type(batch))
+    if isinstance(batch, (str, bytes, int, float, complex, type(None))):
+        rest.append(batch)
+        return
+    children = _children(batch)
+    if children is None:
+        raise NotStackable(f"a batch holds a {type(batch).__name__}, which is not known to stack")
+    for key, value in children:
+        rest.append(key)
+        _walk(value, leaves, rest)
+
+
+def _children(batch: Any) -> list[tuple[Any, Any]] | None:
+    if isinstance(batch, Mapping):
+        return list(batch.items())
+    if isinstance(batch, (list, tuple)):
+        return list(enumerate(batch))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [(one.name, getattr(batch, one.name)) for one in dataclasses.fields(batch)]
+    return None
+
+
+def _rebuilt(batch: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``batch`` with other tensors, in the order in which `_walk` meets them."""
+    if isinstance(batch, torch.Tensor):
+        return replace(batch)
+    children = None if isinstance(batch, (str, bytes)) else _children(batch)
+    if children is None:
+        return batch
+    new = {key: _rebuilt(value, replace) for key, value in children}
+    if isinstance(batch, Mapping):
+        return like_mapping(batch, new)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*new.values())
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(new.values())
+    return like_dataclass(batch, new)

@@ -1,0 +1,229 @@
+"""The truth suite: a sampler on a case, with a step size by rule, held against the exact value."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from devsample.samplers import SAMPLERS, Kernel, Sampler
+from devsample.samplers.hmc import HMCKernel
+from devsample.samplers.reference import ReferenceKernel
+from devsample.testing.cases import Case, all_cases
+from devsample.testing.driver import Drive, Ensemble, settle
+
+__all__ = ["REQUIRED", "Outcome", "Plan", "plan", "run", "table"]
+
+TARGET_SE = 0.0035  # relative; a sampler passes with at most LARGEST_SE
+LARGEST_SE = 0.004
+LARGEST_Z = 4.0
+MOST_STEPS = 1e8  # chain-steps that a sampler may be asked for
+MOST_GRADIENTS = 4e9  # what a reference sampler may take
+STEP, LARGEST_STEP = 1.0, 3.0  # ε·a where the pilot typically was, and at most
+STEP_BIAS = 0.002  # relative, by the first-order law, of samplers that have one
+REQUIRED = ("SGLD", "SGHMC", "SGNHT", "RMSPropSGLD")
+"""Samplers that must pass the quadratic cases, linear regression, and reduced rank with λ ≥ 1, nβ ≤ 1e4."""
+
+_FEWEST_ROWS, _ROWS, _ENTRIES = 64, 1024, 4096  # chains side by side, and their entries
+_DRAWS_PER_ROW = 16  # independent draws that each row must make itself
+_DRAWS_PER_ROUND, _LOOK_EVERY = 64, 8
+_SHORTEST_BURNIN = 2000  # steps: time for a preconditioner or a thermostat to adapt
+_SEED = 20240917
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a sampler is to run a case, by rule.
+
+    Attributes:
+        case: the case.
+        sampler: name of the sampler.
+        kernel: its update with all values.
+        rows: chains side by side.
+        round: steps a round; the first is burn-in.
+        predicted: chain-steps (of a reference sampler: gradients) until the standard error is reached.
+    """
+
+    case: Case
+    sampler: str
+    kernel: Kernel
+    rows: int
+    round: int
+    predicted: float
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the sampler must pass the case."""
+        limit = MOST_GRADIENTS if self.kernel.full_data else MOST_STEPS
+        return self.predicted <= limit or (self.sampler in REQUIRED and is_basic(self.case))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it.
+
+    Attributes:
+        plan: what was run.
+        value: nβ (E[L] − L(w*)), the mean over chains and draws.
+        se: standard error, from the spread of the chains' means.
+        steps: chain-steps made, burn-in included.
+        gradients: gradients of one chain evaluated, burn-in included.
+        seconds: wall time.
+    """
+
+    plan: Plan
+    value: float
+    se: float
+    steps: int
+    gradients: int
+    seconds: float
+
+    @property
+    def z(self) -> float:
+        """Deviation in standard errors, that of a simulated expected value included."""
+        case = self.plan.case
+        return (self.value - case.expected) / math.hypot(self.se, case.standard_error)
+
+    @property
+    def deviation(self) -> float:
+        """Relative to the exact value."""
+        return self.value / self.plan.case.expected - 1
+
+    @property
+    def passed(self) -> bool:
+        """|z| < 4, standard error ≤ 0.4 %, deviation within the case's tolerance."""
+        case = self.plan.case
+        precise = self.se <= LARGEST_SE * abs(case.expected)
+        return precise and abs(self.z) < LARGEST_Z and abs(self.deviation) <= case.tolerance
+
+
+def is_basic(case: Case) -> bool:
+    """Quadratic, linear regression, or reduced rank with λ ≥ 1 and nβ ≤ 1e4."""
+    if case.kind.startswith(("quadratic", "linear_regression")):
+        return True
+    return case.kind.startswith("rrr") and case.expected >= 1 and case.nbeta <= 1e4
+
+
+@functools.lru_cache(maxsize=256)
+def ensemble(name: str) -> Ensemble:
+    """The pilot of a case, by name."""
+    (case,) = [one for one in all_cases() if one.name == name]
+    return settle(case.potential, nbeta=case.nbeta, gamma=case.gamma, box=case.box, seed=_SEED)
+
+
+def plan(case: Case, sampler: str | type[Sampler], **options: Any) -> Plan:
+    r"""Step size, length and cost by rule.
+
+    * :math:`ε G a ≤ 1` for nine of ten rows of the pilot, and ≤ 3 for all: a is a row's largest precision
+      nβ h + γ, G the largest factor by which the sampler scales a step. A sampler whose steps have a
+      first-order bias takes at most the ε at which the law :math:`b\,ε/8\;nβ\,E\,\mathrm{tr}\,∇^2 L` is
+      0.2 % of the value.
+    * A draw is taken as independent after :math:`2/(ε s a_{min})` steps: a_min the smallest precision that
+      there is (γ; in a box :math:`(π/2r)^2`), s the sampler's speed. HMC: trajectories of 1.5/√a_min.
+    * One draw has the relative standard deviation 1/√λ, so 0.35 % takes 1/(λ 0.0035²) draws.
+    * So many chains that each must make 16 of these draws itself; 64 to 1024, fewer for many parameters.
+    """
+    name = sampler if isinstance(sampler, str) else sampler.__name__
+    kind = SAMPLERS[sampler] if isinstance(sampler, str) else sampler
+    found = ensemble(case.name)
+    slowest = _slowest(case, found)
+    given = {"nbeta": case.nbeta, "localization": case.gamma, "bounding_box_size": case.box} | options
+    trial = kind.kernel(lr=1.0, **given)
+    lr = min(STEP / found.typical, LARGEST_STEP / found.largest) / trial.scale
+    if trial.step_bias:
+        law = trial.step_bias * trial.scale * found.trace / 8
+        lr = min(lr, STEP_BIAS * abs(case.expected) / law)
+    draws = 1 / (max(_size(case), 0.05) * TARGET_SE**2)
+    rows = int(min(_ENTRIES / case.num_parameters, _ROWS, draws / _DRAWS_PER_ROW))
+    rows = max(_FEWEST_ROWS, rows)
+    if isinstance(trial, ReferenceKernel):
+        length = 1
+        if isinstance(trial, HMCKernel):
+            length = max(1, math.ceil(1.5 / math.sqrt(lr * slowest)))
+            given["num_leapfrog_steps"] = length
+        rows = max(_FEWEST_ROWS, int(min(4 * _ROWS, draws / 4)))
+        kernel = kind.kernel(lr=lr, **given)
+        step = max(2.0, 2 / (length**2 * lr * slowest))
+        return Plan(case, name, kernel, rows, math.ceil(4 * step), 1.2 * draws * step * length)
+    kernel = kind.kernel(lr=lr, **given)
+    relaxation = 2 / (lr * kernel.speed * trial.scale * slowest)
+    return Plan(case, name, kernel, rows, math.ceil(relaxation), 1.2 * draws * relaxation)
+
+
+def run(plan: Plan, *, most: float | None = None, control: Callable[[Drive], None] | None = None) -> Outcome:
+    """Run a plan until the standard error is reached.
+
+    The first round is burn-in, of at least 2000 steps.
+
+    Args:
+        plan: what to run.
+        most: chain-steps after which it ends in any case; default: twice the prediction.
+        control: called with the chains before the first step.
+    """
+    started = time.monotonic()
+    case = plan.case
+    found = ensemble(case.name)
+    position = found.position[torch.arange(plan.rows) % len(found.position)]
+    drive = Drive(case.potential, plan.kernel, position, seed=_SEED + 1)
+    if control is not None:
+        control(drive)
+    burnin = max(plan.round, _SHORTEST_BURNIN) if not plan.kernel.full_data else plan.round
+    drive.advance(burnin // 2)
+    drive.freeze()
+    drive.advance(burnin - burnin // 2)
+    most = most or max(4 * plan.predicted, 8 * plan.round * plan.rows)
+    draws = min(_DRAWS_PER_ROUND, plan.round)
+    between = max(1, plan.round // draws)
+    total, number = torch.zeros(plan.rows, dtype=torch.float64), 0
+    while True:
+        drive.advance(between)
+        total += drive.losses()
+        number += 1
+        if number % _LOOK_EVERY:
+            continue
+        means = case.nbeta * total / number
+        value, se = float(means.mean()), float(means.std()) / math.sqrt(plan.rows)
+        enough = se <= TARGET_SE * abs(case.expected) and number >= draws / 2
+        if enough or drive.step * plan.rows >= most or not math.isfinite(value):
+            break
+    steps, gradients = drive.step * plan.rows, drive.gradients * plan.rows
+    return Outcome(plan, value, se, steps, gradients, time.monotonic() - started)
+
+
+def table(rows: Sequence[Outcome | Plan]) -> str:
+    """Sampler by case, one line each: prediction, value, error bar, verdict and cost."""
+    lines = [
+        "| case | sampler | exact | found | se | z | off | passed | predicted | gradients | seconds |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
+    ]
+    for one in rows:
+        how = one.plan if isinstance(one, Outcome) else one
+        start = f"| {how.case.name} | {how.sampler} | {how.case.expected:.4g} |"
+        if isinstance(one, Plan):
+            lines.append(f"{start} | | | | not run | {how.predicted:.1e} | | |")
+            continue
+        relative = one.se / abs(how.case.expected)
+        verdict = "yes" if one.passed else "no"
+        lines.append(
+            f"{start} {one.value:.4g} | {100 * relative:.2f} % | {one.z:+.1f} | {100 * one.deviation:+.2f} % "
+            f"| {verdict} | {how.predicted:.1e} | {one.gradients:.1e} | {one.seconds:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def _size(case: Case) -> float:
+    """λ as it sets the spread of a draw."""
+    return case.asymptotic_lambda or abs(case.expected)
+
+
+def _slowest(case: Case, found: Ensemble) -> float:
+    if case.gamma:
+        return case.gamma
+    if case.box:
+        return (math.pi / (2 * case.box)) ** 2
+    return found.trace / case.num_parameters
