@@ -6,6 +6,9 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Two processes, each with whole files of tests; `make test JOBS=0` runs them one after the other.
+JOBS := 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 CANDIDATES := python3.11 python3.12 python3.13 python3.14 python3
 SPEC := setup.cfg pyproject.toml constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input -q -c constraints.txt
@@ -22,7 +25,7 @@ help:
 	@echo 'make demo      run the main job on a small real model'
 	@echo 'make test      lint, types, import rules, then the tests without the slow ones'
 	@echo 'make test-all  the same with the slow tests'
-	@echo 'make truths    every test against a known value'
+	@echo 'make truths    the samplers on all cases with a known value, then every test against one'
 	@echo 'make lint      ruff, mypy, import rules'
 	@echo 'make format    let ruff rewrite the sources'
 	@echo 'make clean     remove .venv and the caches'
@@ -31,13 +34,14 @@ demo: $(VENV)/.demo
 	@$(BIN)/devsample demo $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 truths: $(VENV)/.test
-	$(BIN)/python -m pytest -m truths $(ARGS)
+	$(BIN)/devsample truths --jobs 2 $(TRUTHS)
+	$(PYTEST) -m truths $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -35,7 +35,12 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(LINES))
+SLOW = {"persistent_loader", "process_group"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in sorted(LINES)]
+)
 def test_both_halves(name, tmp_path):
     command = [sys.executable, "-W", "error", "-X", "utf8", str(EXAMPLES / f"{name}.py")]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)

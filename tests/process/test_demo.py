@@ -52,6 +52,7 @@ def test_a_folder_that_holds_anything_is_left_alone(finished):
     assert "In out-2" in done.stdout
 
 
+@pytest.mark.slow
 def test_one_process_without_workers_draws_the_same(finished):
     _, folder = finished
     done = run("demo", *SHORT, "--cores", "1", "--workers", "0", "--out", "inline", cwd=folder)
@@ -60,7 +61,9 @@ def test_one_process_without_workers_draws_the_same(finished):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-@pytest.mark.parametrize("moment", ["Training", "Sampling", "sampling:"])
+@pytest.mark.parametrize(
+    "moment", ["sampling:", *(pytest.param(one, marks=pytest.mark.slow) for one in ("Training", "Sampling"))]
+)
 def test_an_interrupt_leaves_no_process_and_no_empty_folder(moment, tmp_path):
     with subprocess.Popen(
         [*DEMO, "--draws", "100000"],

@@ -225,7 +225,7 @@ def test_an_open_h5py_file_is_told_to_be_opened_later(stores: Path) -> None:
     ("method", "worker_dataset"),
     [
         ("forkserver", "auto"),
-        ("fork", "rebuild"),
+        pytest.param("fork", "rebuild", marks=pytest.mark.slow),
         pytest.param("spawn", "auto", marks=pytest.mark.slow),
         pytest.param("forkserver", "rebuild", marks=pytest.mark.slow),
     ],

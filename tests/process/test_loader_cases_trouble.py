@@ -42,7 +42,7 @@ from tests.process.loader_cases.leftovers import alive, family
 from tests.process.loader_cases.programs import ENDLESS
 from tests.process.loader_cases.table import case
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fork_server", "clean"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.usefixtures("fork_server", "clean"), pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[2]
 FORK = {"batch_size": 4, "multiprocessing_context": "fork"}
 
@@ -307,7 +307,7 @@ def test_a_dead_worker_is_noticed_whatever_the_timeout(
 
 
 @case("dead worker noticed late")
-@pytest.mark.parametrize("how", ["never answers", "stopped"])
+@pytest.mark.parametrize("how", ["never answers", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_a_stuck_worker_ends_the_wait_at_the_timeout(how: str, tmp_path: Path) -> None:
     spec = LoaderSpec(
         trouble.Fails(trouble.ENDS[how][0], tmp_path),
@@ -465,8 +465,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     ("kind", "method"),
     [
         ("stream", "forkserver"),
-        ("captured", "fork"),
-        ("built", "forkserver"),
+        pytest.param("captured", "fork", marks=pytest.mark.slow),
+        pytest.param("built", "forkserver", marks=pytest.mark.slow),
         pytest.param("captured", "spawn", marks=pytest.mark.slow),
         pytest.param("captured", "forkserver", marks=pytest.mark.slow),
         pytest.param("built", "fork", marks=pytest.mark.slow),
@@ -529,7 +529,7 @@ def test_an_interrupt_of_one_chain_alone_changes_nothing(endless: Callable[..., 
 
 
 @case("interrupted chain taken for a finished one")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_chain_that_ends_early_is_not_done(number: int, tmp_path: Path) -> None:
     """By a signal to itself in the middle of its draws."""
 

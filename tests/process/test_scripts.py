@@ -62,7 +62,9 @@ print(len(result.draws), *result.chains["status"])
 """
 
 
-@pytest.mark.parametrize("way", ["file", "standard input", "command"])
+@pytest.mark.parametrize(
+    "way", ["standard input", *(pytest.param(way, marks=pytest.mark.slow) for way in ("file", "command"))]
+)
 def test_a_program_without_a_guard_runs_once(way: str, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)

@@ -148,6 +148,7 @@ def test_data_of_a_run_are_mapped_from_its_folder_by_workers_too(tmp_path):
     assert mapped_file(rows.data_ptr()).strip() == "rw-p"  # the folder belongs to the user: a copy
 
 
+@pytest.mark.slow
 @linux_only
 def test_the_caller_uses_the_file_of_a_temporary_run_folder():
     dataset = TensorDataset(torch.ones(LARGE // 5, 5), torch.ones(LARGE // 5, 1))
@@ -201,6 +202,7 @@ class Signed(Dataset):
         return self.rows[index].clone(), os.getpid()
 
 
+@pytest.mark.slow
 @NOT_FORKED
 def test_workers_can_be_started_again_and_get_the_same_data(method):
     spec = LoaderSpec(
@@ -223,6 +225,7 @@ def test_workers_can_be_started_again_and_get_the_same_data(method):
     assert seen[0] != seen[1]
 
 
+@pytest.mark.slow
 @linux_only
 def test_a_closed_loader_lets_go_of_its_memory():
     def blocks() -> int:
@@ -243,6 +246,7 @@ def test_a_closed_loader_lets_go_of_its_memory():
     assert blocks() == 0
 
 
+@pytest.mark.slow
 def test_a_factory_that_captures_data_gives_one_copy_to_workers_that_rebuild():
     rows = torch.arange(LARGE, dtype=torch.float32)
     spec = LoaderSpec(
@@ -387,8 +391,18 @@ print(list(result.chains["status"]))
 """
 
 
-@pytest.mark.parametrize("cores", [1, 2])
-@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("method", "cores"),
+    [
+        ("forkserver", 2),
+        *(
+            pytest.param(method, cores, marks=pytest.mark.slow)
+            for method in ("fork", "forkserver", "spawn")
+            for cores in (1, 2)
+            if (method, cores) != ("forkserver", 2)
+        ),
+    ],
+)
 def test_batches_of_classes_of_a_script_from_standard_input(method, cores, tmp_path):
     ran = subprocess.run(
         [sys.executable, "-", method, str(cores)],
@@ -482,6 +496,7 @@ def test_data_that_travel_by_path_are_no_reason_for_a_warning(tmp_path):
     assert plain.packed().nbytes < 10_000
 
 
+@pytest.mark.slow
 def test_workers_that_get_a_large_copy_each():
     rows = CompactRows([str(index) * 50 for index in range(600_000)])
     spec = LoaderSpec(rows, batch_size=4, num_workers=2, sampling="sequential")

@@ -71,6 +71,7 @@ def test_the_estimate_is_the_value_at_finite_nbeta():
     assert abs(result.llc / COPIES - 0.5) > 4 * result.se / COPIES  # not its limit
 
 
+@pytest.mark.slow
 @pytest.mark.truths
 def test_settings_chosen_at_a_singular_point_work():
     result = run(optimizer_kwargs={"nbeta": NBETA}, num_draws=1500, num_steps_bw_draws=5, seed=0)

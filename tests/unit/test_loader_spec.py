@@ -589,7 +589,7 @@ def batches_of(spec, steps):
 
 
 @pytest.mark.parametrize("data", [Noisy(50), make_numbers(50)], ids=["random", "tensors"])
-@pytest.mark.parametrize("context", ["forkserver", "fork"])
+@pytest.mark.parametrize("context", [pytest.param("forkserver", marks=pytest.mark.slow), "fork"])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_workers_do_not_change_the_batches(data, context):
     if context not in multiprocessing.get_all_start_methods():
@@ -621,6 +621,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_a_forked_process_does_not_block_the_end_of_a_loader():
     """A process forked while our workers' fork server runs holds its pipe open."""
     if "fork" not in multiprocessing.get_all_start_methods():

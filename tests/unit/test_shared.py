@@ -142,6 +142,7 @@ assert FileMaps().region(mapped.ctypes.data, mapped.nbytes) is None
 """
 
 
+@pytest.mark.slow
 @linux_only
 def test_a_path_that_leads_to_another_file_by_now_is_not_used(file):
     other = file.with_name("other.bin")
@@ -208,7 +209,7 @@ def sums_of(regions, connection):
     connection.send(sums)
 
 
-@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize("in_file", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_other_processes_map_a_block_for_themselves(in_file):
     block = SharedBlock(STORAGES, in_file=in_file)
     context = multiprocessing.get_context("spawn")
