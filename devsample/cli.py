@@ -1,4 +1,4 @@
-"""The command line: ``devsample demo``, ``devsample check`` and ``devsample doctor``."""
+"""The command line: ``devsample demo``, ``check``, ``doctor`` and ``truths``."""
 
 from __future__ import annotations
 
@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_check(commands)
     _add_doctor(commands)
+    _add_truths(commands)
     return parser
 
 
@@ -123,6 +124,20 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
             metavar="N",
             help=f"{text} (default: {default})",
         )
+
+
+def _add_truths(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from devsample.testing import command
+
+    truths = commands.add_parser(
+        "truths",
+        help="hold samplers against losses with a known learning coefficient",
+        description=command.TEXT,
+        epilog=command.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    truths.set_defaults(run=command.main)
+    command.add_arguments(truths)
 
 
 def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

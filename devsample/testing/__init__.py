@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         squared_error,
     )
     from devsample.testing.relu import relu_network
+    from devsample.testing.suite import plan, run, table
 
 __all__ = [
     "Case",
@@ -28,10 +29,13 @@ __all__ = [
     "deep_linear_network",
     "dln_learning_coefficient",
     "normal_crossing",
+    "plan",
     "potentials",
     "random_deep_linear_networks",
     "relu_network",
+    "run",
     "squared_error",
+    "table",
 ]
 
 _HOMES = {
@@ -45,6 +49,9 @@ _HOMES = {
     "random_deep_linear_networks": "devsample.testing.networks",
     "squared_error": "devsample.testing.networks",
     "relu_network": "devsample.testing.relu",
+    "plan": "devsample.testing.suite",
+    "run": "devsample.testing.suite",
+    "table": "devsample.testing.suite",
 }
 
 

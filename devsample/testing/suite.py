@@ -17,19 +17,19 @@ from devsample.samplers.reference import ReferenceKernel
 from devsample.testing.cases import Case, all_cases
 from devsample.testing.driver import Drive, Ensemble, settle
 
-__all__ = ["REQUIRED", "Outcome", "Plan", "plan", "run", "table"]
+__all__ = ["HEADER", "REQUIRED", "Outcome", "Plan", "plan", "row", "run", "table"]
 
 TARGET_SE = 0.0035  # relative; a sampler passes with at most LARGEST_SE
 LARGEST_SE = 0.004
 LARGEST_Z = 4.0
 MOST_STEPS = 1e8  # chain-steps that a sampler may be asked for
-MOST_GRADIENTS = 4e9  # what a reference sampler may take
+MOST_GRADIENTS = 4e9  # that HMC may take
 STEP, LARGEST_STEP = 1.0, 3.0  # ε·a where the pilot typically was, and at most
 STEP_BIAS = 0.002  # relative, by the first-order law, of samplers that have one
 REQUIRED = ("SGLD", "SGHMC", "SGNHT", "RMSPropSGLD")
 """Samplers that must pass the quadratic cases, linear regression, and reduced rank with λ ≥ 1, nβ ≤ 1e4."""
 
-_FEWEST_ROWS, _ROWS, _ENTRIES = 64, 1024, 4096  # chains side by side, and their entries
+_FEWEST_ROWS, _ROWS, _ENTRIES = 64, 512, 4096  # chains side by side, and their entries
 _DRAWS_PER_ROW = 16  # independent draws that each row must make itself
 _DRAWS_PER_ROUND, _LOOK_EVERY = 64, 8
 _SHORTEST_BURNIN = 2000  # steps: time for a preconditioner or a thermostat to adapt
@@ -45,7 +45,7 @@ class Plan:
         sampler: name of the sampler.
         kernel: its update with all values.
         rows: chains side by side.
-        round: steps a round; the first is burn-in.
+        round: steps in which slow directions relax (of HMC and MALA: four times that).
         predicted: chain-steps (of a reference sampler: gradients) until the standard error is reached.
     """
 
@@ -59,7 +59,7 @@ class Plan:
     @property
     def is_required(self) -> bool:
         """Whether the sampler must pass the case."""
-        limit = MOST_GRADIENTS if self.kernel.full_data else MOST_STEPS
+        limit = MOST_GRADIENTS if isinstance(self.kernel, HMCKernel) else MOST_STEPS
         return self.predicted <= limit or (self.sampler in REQUIRED and is_basic(self.case))
 
 
@@ -113,7 +113,8 @@ def is_basic(case: Case) -> bool:
 def ensemble(name: str) -> Ensemble:
     """The pilot of a case, by name."""
     (case,) = [one for one in all_cases() if one.name == name]
-    return settle(case.potential, nbeta=case.nbeta, gamma=case.gamma, box=case.box, seed=_SEED)
+    rows = int(max(_ROWS, min(8 * _ROWS, 2 * _ENTRIES / case.num_parameters)))
+    return settle(case.potential, nbeta=case.nbeta, gamma=case.gamma, box=case.box, seed=_SEED, rows=rows)
 
 
 def plan(case: Case, sampler: str | type[Sampler], **options: Any) -> Plan:
@@ -122,11 +123,13 @@ def plan(case: Case, sampler: str | type[Sampler], **options: Any) -> Plan:
     * :math:`ε G a ≤ 1` for nine of ten rows of the pilot, and ≤ 3 for all: a is a row's largest precision
       nβ h + γ, G the largest factor by which the sampler scales a step. A sampler whose steps have a
       first-order bias takes at most the ε at which the law :math:`b\,ε/8\;nβ\,E\,\mathrm{tr}\,∇^2 L` is
-      0.2 % of the value.
-    * A draw is taken as independent after :math:`2/(ε s a_{min})` steps: a_min the smallest precision that
-      there is (γ; in a box :math:`(π/2r)^2`), s the sampler's speed. HMC: trajectories of 1.5/√a_min.
+      0.2 % of the value. HMC and MALA: ≤ 1 for all, since trajectories neither enter nor leave a region in
+      which they are unstable.
+    * A draw is taken as independent after :math:`2/(ε s G a_{min}) + s` steps: a_min the smallest precision
+      that there is (γ; in a box :math:`(π/2r)^2`), s the sampler's speed. HMC: trajectories of 1.5/√a_min.
     * One draw has the relative standard deviation 1/√λ, so 0.35 % takes 1/(λ 0.0035²) draws.
-    * So many chains that each must make 16 of these draws itself; 64 to 1024, fewer for many parameters.
+    * So many chains that each must make 16 of these draws itself; 64 to 512, fewer for many parameters.
+      HMC and MALA: as many as the pilot has, up to 4096.
     """
     name = sampler if isinstance(sampler, str) else sampler.__name__
     kind = SAMPLERS[sampler] if isinstance(sampler, str) else sampler
@@ -135,6 +138,8 @@ def plan(case: Case, sampler: str | type[Sampler], **options: Any) -> Plan:
     given = {"nbeta": case.nbeta, "localization": case.gamma, "bounding_box_size": case.box} | options
     trial = kind.kernel(lr=1.0, **given)
     lr = min(STEP / found.typical, LARGEST_STEP / found.largest) / trial.scale
+    if trial.full_data:
+        lr = STEP / found.largest
     if trial.step_bias:
         law = trial.step_bias * trial.scale * found.trace / 8
         lr = min(lr, STEP_BIAS * abs(case.expected) / law)
@@ -142,41 +147,43 @@ def plan(case: Case, sampler: str | type[Sampler], **options: Any) -> Plan:
     rows = int(min(_ENTRIES / case.num_parameters, _ROWS, draws / _DRAWS_PER_ROW))
     rows = max(_FEWEST_ROWS, rows)
     if isinstance(trial, ReferenceKernel):
-        length = 1
+        given["adapt"], length = False, 1  # the rule's step, not one that fits where a row is at first
         if isinstance(trial, HMCKernel):
             length = max(1, math.ceil(1.5 / math.sqrt(lr * slowest)))
             given["num_leapfrog_steps"] = length
-        rows = max(_FEWEST_ROWS, int(min(4 * _ROWS, draws / 4)))
+        rows = max(_FEWEST_ROWS, int(min(len(found.position), draws / 4)))
         kernel = kind.kernel(lr=lr, **given)
         step = max(2.0, 2 / (length**2 * lr * slowest))
         return Plan(case, name, kernel, rows, math.ceil(4 * step), 1.2 * draws * step * length)
     kernel = kind.kernel(lr=lr, **given)
-    relaxation = 2 / (lr * kernel.speed * trial.scale * slowest)
+    relaxation = 2 / (lr * kernel.speed * trial.scale * slowest) + kernel.speed
     return Plan(case, name, kernel, rows, math.ceil(relaxation), 1.2 * draws * relaxation)
 
 
 def run(plan: Plan, *, most: float | None = None, control: Callable[[Drive], None] | None = None) -> Outcome:
     """Run a plan until the standard error is reached.
 
-    The first round is burn-in, of at least 2000 steps.
+    The chains start where the pilot has ended, and burn in for a quarter of a round, 2000 steps at least
+    (HMC and MALA: a round). Draws go on until the standard error is reached, for a quarter of a round
+    at least: a chain that stands still never reaches it, for there are too few of them.
 
     Args:
         plan: what to run.
-        most: chain-steps after which it ends in any case; default: twice the prediction.
+        most: chain-steps after burn-in at which it ends in any case; default: four times the prediction.
         control: called with the chains before the first step.
     """
     started = time.monotonic()
     case = plan.case
     found = ensemble(case.name)
-    position = found.position[torch.arange(plan.rows) % len(found.position)]
+    position = found.position[: plan.rows]
     drive = Drive(case.potential, plan.kernel, position, seed=_SEED + 1)
     if control is not None:
         control(drive)
-    burnin = max(plan.round, _SHORTEST_BURNIN) if not plan.kernel.full_data else plan.round
+    burnin = plan.round if plan.kernel.full_data else max(plan.round // 4, _SHORTEST_BURNIN)
     drive.advance(burnin // 2)
     drive.freeze()
     drive.advance(burnin - burnin // 2)
-    most = most or max(4 * plan.predicted, 8 * plan.round * plan.rows)
+    burnt, most = drive.step, most or max(4 * plan.predicted, 8.0 * plan.round * plan.rows)
     draws = min(_DRAWS_PER_ROUND, plan.round)
     between = max(1, plan.round // draws)
     total, number = torch.zeros(plan.rows, dtype=torch.float64), 0
@@ -188,32 +195,36 @@ def run(plan: Plan, *, most: float | None = None, control: Callable[[Drive], Non
             continue
         means = case.nbeta * total / number
         value, se = float(means.mean()), float(means.std()) / math.sqrt(plan.rows)
-        enough = se <= TARGET_SE * abs(case.expected) and number >= draws / 2
-        if enough or drive.step * plan.rows >= most or not math.isfinite(value):
+        enough = se <= TARGET_SE * abs(case.expected) and number >= draws / 4
+        if enough or (drive.step - burnt) * plan.rows >= most or not math.isfinite(value):
             break
     steps, gradients = drive.step * plan.rows, drive.gradients * plan.rows
     return Outcome(plan, value, se, steps, gradients, time.monotonic() - started)
 
 
-def table(rows: Sequence[Outcome | Plan]) -> str:
+HEADER = (
+    "| case | sampler | exact | found | se | z | off | passed | predicted | gradients | seconds |",
+    "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
+)
+
+
+def table(results: Sequence[Outcome | Plan]) -> str:
     """Sampler by case, one line each: prediction, value, error bar, verdict and cost."""
-    lines = [
-        "| case | sampler | exact | found | se | z | off | passed | predicted | gradients | seconds |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
-    ]
-    for one in rows:
-        how = one.plan if isinstance(one, Outcome) else one
-        start = f"| {how.case.name} | {how.sampler} | {how.case.expected:.4g} |"
-        if isinstance(one, Plan):
-            lines.append(f"{start} | | | | not run | {how.predicted:.1e} | | |")
-            continue
-        relative = one.se / abs(how.case.expected)
-        verdict = "yes" if one.passed else "no"
-        lines.append(
-            f"{start} {one.value:.4g} | {100 * relative:.2f} % | {one.z:+.1f} | {100 * one.deviation:+.2f} % "
-            f"| {verdict} | {how.predicted:.1e} | {one.gradients:.1e} | {one.seconds:.0f} |"
-        )
-    return "\n".join(lines)
+    return "\n".join([*HEADER, *map(row, results)])
+
+
+def row(result: Outcome | Plan) -> str:
+    """A line of `table`; of a plan that was not run, its prediction only."""
+    how = result.plan if isinstance(result, Outcome) else result
+    start = f"| {how.case.name} | {how.sampler} | {how.case.expected:.4g} |"
+    if isinstance(result, Plan):
+        return f"{start} | | | | not run | {how.predicted:.1e} | | |"
+    relative = result.se / abs(how.case.expected)
+    return (
+        f"{start} {result.value:.4g} | {100 * relative:.2f} % | {result.z:+.1f} "
+        f"| {100 * result.deviation:+.2f} % | {'yes' if result.passed else 'no'} "
+        f"| {how.predicted:.1e} | {result.gradients:.1e} | {result.seconds:.0f} |"
+    )
 
 
 def _size(case: Case) -> float:

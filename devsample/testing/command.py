@@ -1,0 +1,169 @@
+"""``devsample truths``: the truth suite from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from devsample.errors import InvalidArgumentError
+
+TEXT = """\
+Run samplers on losses whose nβ (E[L] − L(w*)) is known at a finite nβ, with step size and
+length by rule, and print what they find. A sampler passes a case if it is within four
+standard errors of the exact value and within the case's tolerance (1 or 2 %), with a
+standard error of at most 0.4 %. It must pass wherever the rule predicts at most 1e8
+chain-steps (4e9 gradients for HMC); SGLD, SGHMC, SGNHT and RMSPropSGLD must also
+pass the quadratic cases, linear regression, and reduced rank with λ ≥ 1 and nβ ≤ 1e4. Each
+case must be passed by some sampler. The exit code is 1 if that does not hold."""
+
+EXAMPLES = """\
+examples:
+  devsample truths --list                              the cases, nothing is run
+  devsample truths --sampler SGLD --case 'quad_*'      one sampler on some cases
+  devsample truths --jobs 2 --out truths               everything; also truths.md and truths.json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``devsample truths``."""
+    parser.add_argument("--case", action="append", metavar="NAME", help="a case, or a pattern; repeatable")
+    parser.add_argument("--sampler", action="append", metavar="NAME", help="a sampler; repeatable")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
+    parser.add_argument(
+        "--all", action="store_true", help="run what is not required, too; this may take days"
+    )
+    parser.add_argument("--list", action="store_true", help="list the cases and leave")
+    parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.md and STEM.json")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Carry out ``devsample truths``; returns the exit code."""
+    from devsample.samplers import SAMPLERS
+    from devsample.testing.cases import all_cases
+
+    names = _chosen([one.name for one in all_cases()], options.case, "--case")
+    samplers = _chosen(list(SAMPLERS), options.sampler, "--sampler")
+    if options.jobs < 1:
+        raise InvalidArgumentError(f"--jobs: expected a number ≥ 1, got {options.jobs}.")
+    if options.list:
+        for one in all_cases():
+            if one.name in names:
+                scales = f"P={one.num_parameters:<5} nβ={one.nbeta:<10.6g} γ={one.gamma:<6g}"
+                print(f"{one.name:38} {scales} {one.expected:.6g}")
+        return 0
+    lines = list(_run(names, samplers, options.jobs, options.all))
+    text = _report(lines, names)
+    print(text)
+    if options.out is not None:
+        options.out.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+        rows = [{key: value for key, value in line.items() if key != "row"} for line in lines]
+        options.out.with_suffix(".json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return 1 if failures(lines, names, all_samplers=len(samplers) == len(SAMPLERS)) else 0
+
+
+Line = dict[str, object]
+
+
+def _chosen(known: Sequence[str], patterns: Iterable[str] | None, option: str) -> list[str]:
+    if patterns is None:
+        return list(known)
+    chosen: list[str] = []
+    for pattern in patterns:
+        hits = [name for name in known if fnmatchcase(name, pattern)]
+        if not hits:
+            raise InvalidArgumentError(f"{option}: {pattern!r} names none of {', '.join(known)}.")
+        chosen += [name for name in hits if name not in chosen]
+    return chosen
+
+
+def _run(names: Sequence[str], samplers: Sequence[str], jobs: int, everything: bool) -> Iterable[Line]:
+    """A line for each sampler and case, as they come; the slowest cases start first."""
+    from tqdm import tqdm
+
+    from devsample.testing.cases import case
+
+    names = sorted(names, key=lambda name: -case(name).nbeta * case(name).num_parameters)
+    with (
+        _single_threads(),
+        ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool,
+        tqdm(total=len(names), unit="case", file=sys.stderr) as bar,
+    ):
+        waiting = [pool.submit(run_case, name, tuple(samplers), everything) for name in names]
+        for done in as_completed(waiting):
+            for line in done.result():
+                tqdm.write(str(line["row"]), file=sys.stderr)
+                yield line
+            bar.update()
+
+
+class _single_threads:  # noqa: N801 - read as a word
+    """Processes that start within compute with one thread each."""
+
+    def __enter__(self) -> None:
+        self._before = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = self._before
+
+
+def run_case(name: str, samplers: Sequence[str], everything: bool = False) -> list[Line]:
+    """Run the samplers on a case, where they are required to pass it; a line for each."""
+    from devsample.testing.cases import case
+    from devsample.testing.suite import Outcome, plan, row, run
+
+    lines: list[Line] = []
+    for sampler in samplers:
+        planned = plan(case(name), sampler)
+        one = run(planned) if planned.is_required or everything else planned
+        line: Line = {
+            "case": name,
+            "sampler": sampler,
+            "exact": planned.case.expected,
+            "predicted": planned.predicted,
+            "required": planned.is_required,
+            "lr": planned.kernel.lr,  # type: ignore[attr-defined]
+            "rows": planned.rows,
+            "row": row(one),
+        }
+        if isinstance(one, Outcome):
+            line |= {key: value for key, value in dataclasses.asdict(one).items() if key != "plan"}
+            line |= {"z": one.z, "deviation": one.deviation, "passed": one.passed}
+        lines.append(line)
+    return lines
+
+
+def failures(lines: Sequence[Line], names: Sequence[str], *, all_samplers: bool) -> list[str]:
+    """What must not be: required runs that did not pass, and cases that no sampler passed."""
+    failed = [
+        f"{line['sampler']} does not pass {line['case']}"
+        for line in lines
+        if line["required"] and not line.get("passed")
+    ]
+    solved = {line["case"] for line in lines if line.get("passed")}
+    if all_samplers:
+        failed += [f"no sampler passes {name}" for name in names if name not in solved]
+    return failed
+
+
+def _report(lines: Sequence[Line], names: Sequence[str]) -> str:
+    from devsample.testing.suite import HEADER
+
+    order = {name: number for number, name in enumerate(names)}
+    ordered = sorted(lines, key=lambda line: (order[str(line["case"])], str(line["sampler"])))
+    done = [line for line in ordered if "passed" in line]
+    passed = sum(bool(line["passed"]) for line in done)
+    text = [*HEADER, *(str(line["row"]) for line in ordered), ""]
+    text.append(f"{passed} of {len(done)} runs passed, {len(ordered) - len(done)} were not required.")
+    text += failures(lines, names, all_samplers=True)
+    return "\n".join(text)
