@@ -26,9 +26,11 @@ from devsample.executors.devices import slot_devices
 from devsample.flat import resolve_masks
 from devsample.losses import resolve_evaluate
 from devsample.machine import available_cores
+from devsample.observables import check_observables
 from devsample.payload import Parts, home_device, unwrap
+from devsample.samplers import Sampler
 from devsample.seeds import check_seed, fresh_seed
-from devsample.specs import RunSpec, SamplerSpec, sampler_spec
+from devsample.specs import DECIDED_LATER, RunSpec, SamplerSpec, sampler_spec
 from devsample.types import Executor
 
 _COUNTS = {
@@ -38,7 +40,7 @@ _COUNTS = {
     "num_steps_bw_draws": 1,
     "grad_accum_steps": 1,
 }
-_LATER = {"observables": None, "until": None, "timeout": None, "compile": False}
+_LATER = {"until": None, "timeout": None, "compile": False}
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,7 @@ def _run_spec(given: Arguments, sampler: SamplerSpec) -> RunSpec:
         autocast_dtype=_autocast(given),
         auto=auto,
         group_size=check_integer("chains_per_process", group, 1),
+        observables=check_observables(given.observables, sampler.kernel(**DECIDED_LATER)),
     )
 
 
@@ -246,6 +249,10 @@ def _autocast(given: Arguments) -> torch.dtype | None:
 def _is_auto(settings: object, sampler: SamplerSpec) -> bool:
     if settings not in (None, "auto"):
         raise InvalidArgumentError(f'settings: expected None or "auto", got {settings!r}.')
+    if settings == "auto" and not issubclass(sampler.kind, Sampler):
+        raise InvalidArgumentError(
+            f'settings: "auto" chooses the settings of a sampler; {sampler.kind.__name__} is none. Drop it.'
+        )
     if settings == "auto" and sampler.lr is not None:
         raise InvalidArgumentError('settings, optimizer_kwargs: "auto" chooses lr; drop lr or settings.')
     return sampler.lr is None

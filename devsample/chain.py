@@ -13,16 +13,19 @@ import numpy as np
 import torch
 
 from devsample.checkpoints import save_checkpoint
+from devsample.data.generators import seed_global_generators
 from devsample.data.loader import ChainLoader
 from devsample.data.worker import BatchRequest
 from devsample.fulldata import FullData, Potential, Served
 from devsample.objective import Batch, Objective
-from devsample.records import BASE_FIELDS, RecordWriter
+from devsample.observables import Observer, record_type
+from devsample.records import RecordWriter
 from devsample.samplers import Kernel
+from devsample.samplers.foreign import ForeignKernel, OptimizerRows
 from devsample.samplers.reference import ReferenceKernel
-from devsample.seeds import ChainKey, NormalBlocks, Role
+from devsample.seeds import ChainKey, NormalBlocks, Role, stream_seed
 from devsample.specs import Prepared, RunSpec
-from devsample.stacked import RowByRow, Stacked
+from devsample.stacked import RowByRow, Stacked, quiet
 from devsample.types import Emit, Event
 
 FLUSH_DRAWS = 256
@@ -30,7 +33,7 @@ FLUSH_SECONDS = 0.5
 CHECKPOINT_SECONDS = 60.0
 PROBE_STEPS = 8
 
-RECORD = np.dtype(list(BASE_FIELDS))
+RECORD = record_type(())
 
 OnDraw = Callable[..., None]
 
@@ -119,8 +122,14 @@ class Group:
         self._gradient = torch.zeros_like(self.position)
         self._noise = NormalBlocks(keys, center.numel(), center.dtype, center.device)
         self._buffers = kernel.init(self.position)
+        self._optimizers: OptimizerRows | None = None
+        if isinstance(kernel, ForeignKernel):
+            self._optimizers = OptimizerRows(kernel, self.position, center, objective.flat.segments)
         exact = torch.float64 if center.device.type != "mps" else torch.float32
         self._losses = torch.zeros((FLUSH_DRAWS, 2, len(rows)), dtype=exact, device=center.device)
+        self._observer = Observer(run.observables, kernel, center)
+        shape = (FLUSH_DRAWS, len(self._observer), len(rows))
+        self._observed = torch.zeros(shape, dtype=exact, device=center.device)
         self._pending = 0
         self._flushed = 0
         self._last_flush = self._last_checkpoint = time.monotonic()
@@ -139,6 +148,13 @@ class Group:
 
     def run(self, served: Served) -> None:
         """Make all steps. ``served`` gives the batches of `requests`, in its order."""
+        with quiet():
+            self._make_steps(served)
+        if isinstance(self._states, Stacked) and self._states.given_up:
+            for row in self.rows:
+                row.note = f"computed one after the other from some step on ({self._states.given_up})"
+
+    def _make_steps(self, served: Served) -> None:
         self._begin(served)
         move = self._transition if self.kernel.full_data else self._step
         for step in range(self.schedule.total):
@@ -182,9 +198,20 @@ class Group:
                 batches = self._take_all(served, step, Role.LOSS_ORDER)
                 losses, at_center = self._states.losses(batches, step), None
             self._record(step, draw, losses, batches, at_center)
+        if self._optimizers is not None:
+            self._observe(draw, self._gradient, None)
+            self._optimize(step, self._optimizers)
+            return
         averaged = self.kernel.noise_kind == "averaged"
         noise = self._noise.averaged(step) if averaged else self._noise.plain(step)
+        self._observe(draw, self._gradient, noise)
         self.kernel.step(self.position, self._gradient, self.center, noise, self._buffers)
+
+    def _optimize(self, step: int, optimizers: OptimizerRows) -> None:
+        """One step of every chain's optimizer; should it draw numbers, they are the chain's own."""
+        for number, row in enumerate(self.rows):
+            seed_global_generators(stream_seed(row.key, Role.NOISE, step))
+            optimizers.step(number, self.position[number], self._gradient[number])
 
     def _transition(self, step: int, draw: int | None, served: Served) -> None:
         """One transition of every chain on all data."""
@@ -194,10 +221,15 @@ class Group:
         if draw is not None:
             everything = [list(self.full.batches)] * len(self.rows)
             self._record(step, draw, buffers["loss"][:, 0], everything, self._center_losses)
-        uniform = torch.special.ndtr(self._chances.plain(step))
-        kernel.transition(
-            self.position, self.center, self._noise.plain(step), uniform, self._potential, buffers
-        )
+        uniform, noise = torch.special.ndtr(self._chances.plain(step)), self._noise.plain(step)
+        self._observe(draw, buffers["gradient"], noise)
+        kernel.transition(self.position, self.center, noise, uniform, self._potential, buffers)
+
+    def _observe(self, draw: int | None, gradient: torch.Tensor, noise: torch.Tensor | None) -> None:
+        """Put the observables of a draw into the buffer, before its update."""
+        if draw is not None and len(self._observer):
+            target = self._observed[self._pending]
+            self._observer(target, self.position, gradient, noise, self._buffers)
 
     def _subtract_center(self, batches: list[list[Batch]], step: int) -> torch.Tensor:
         """Take the control variate g_B(w*) − g(w*) off the gradients; the losses at w* come with it."""
@@ -232,10 +264,12 @@ class Group:
         if not self._pending:
             return
         values = self._losses[: self._pending].cpu().numpy()
+        observed = self._observed[: self._pending].cpu().numpy()
         numbers = np.arange(self._flushed, self._flushed + self._pending)
         for number, row in enumerate(self.rows):
             if row.alive:
-                self._write(row, numbers, values[:, 0, number], values[:, 1, number])
+                loss, baseline = values[:, 0, number], values[:, 1, number]
+                self._write(row, numbers, loss, baseline, observed[..., number])
         self._flushed += self._pending
         self._pending = 0
         self._last_flush = time.monotonic()
@@ -287,12 +321,15 @@ class Group:
         else:
             target[1] = self._states.center_losses(batches, step) if at_center is None else at_center
         if self._on_draw is not None:
-            for number, row in enumerate(self.rows):
+            for number in range(len(self.rows)):
                 self._states.go_to(number)
-                self._call_back(row, step, draw, target[:, number], batches[number])
+                self._call_back(number, step, draw, target[:, number], batches[number])
 
-    def _call_back(self, row: Row, step: int, draw: int, target: torch.Tensor, batches: list[Batch]) -> None:
+    def _call_back(
+        self, number: int, step: int, draw: int, target: torch.Tensor, batches: list[Batch]
+    ) -> None:
         assert self._on_draw is not None
+        row = self.rows[number]
         loss, baseline = target.tolist()
         data = [one for _, one in batches]
         self._on_draw(
@@ -305,7 +342,7 @@ class Group:
             init_loss=self._prepared.init_loss,
             nbeta=self._prepared.nbeta,
             model=self.objective.model,
-            optimizer=self.kernel,
+            optimizer=self.kernel if self._optimizers is None else self._optimizers.optimizers[number],
             batch=data[0] if len(data) == 1 else data,
             device=self.center.device,
         )
@@ -322,21 +359,21 @@ class Group:
             if now - self._last_checkpoint > CHECKPOINT_SECONDS:
                 self.save()
 
-    def _write(self, row: Row, numbers: np.ndarray, loss: np.ndarray, baseline: np.ndarray) -> None:
+    def _write(
+        self, row: Row, numbers: np.ndarray, loss: np.ndarray, baseline: np.ndarray, observed: np.ndarray
+    ) -> None:
         bad = np.flatnonzero(~(np.isfinite(loss) & np.isfinite(baseline)))
-        if len(bad):  # the first bad draw is kept, as evidence
-            numbers, loss, baseline = (
-                numbers[: bad[0] + 1],
-                loss[: bad[0] + 1],
-                baseline[: bad[0] + 1],
-            )
-            row.diverged_at = int(self.schedule.steps_of(numbers[-1:])[0])
-        rows = np.zeros(len(numbers), RECORD)
-        rows["draw"], rows["step"] = numbers, self.schedule.steps_of(numbers)
-        rows["loss"], rows["baseline"] = loss, baseline
-        rows["llc"] = self._prepared.nbeta * (loss - baseline)
+        count = int(bad[0]) + 1 if len(bad) else len(numbers)  # the first bad draw is kept, as evidence
+        rows = np.zeros(count, record_type(self._run.observables))
+        rows["draw"], rows["step"] = numbers[:count], self.schedule.steps_of(numbers[:count])
+        rows["loss"], rows["baseline"] = loss[:count], baseline[:count]
+        rows["llc"] = self._prepared.nbeta * (rows["loss"] - rows["baseline"])
+        if len(bad):
+            row.diverged_at = int(rows["step"][-1])
+        for name, values in zip(self._run.observables, observed.T, strict=True):
+            rows[name] = values[:count]
         row.writer.append(rows)
-        row.draws += len(rows)
+        row.draws += count
         self._emit(Event("records", row.chain, int(rows["step"][-1]), rows.tobytes()))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 from devsample.arguments import Arguments, Plan, make_plan
@@ -34,7 +35,7 @@ def estimate_learning_coeff_with_summary(
     loader: DataLoader[Any] | None = None,
     callbacks: Sequence[Callable[..., Any]] | Callable[..., Any] = (),
     evaluate: EvaluateFn | None = None,
-    sampling_method: type[Sampler] = SGLD,
+    sampling_method: type[torch.optim.Optimizer] = SGLD,
     optimizer_kwargs: Mapping[str, Any] | None = None,
     num_draws: int = 100,
     num_chains: int = 10,
@@ -89,7 +90,8 @@ def estimate_learning_coeff_with_summary(
         evaluate: ``evaluate(model, batch)`` → the mean loss, per-sample losses, ``(loss, ...)``, a
             mapping with ``"loss"`` or an object with ``.loss``. None: ``model(batch)``, or
             ``model(**batch)`` for a mapping.
-        sampling_method: the sampler's class.
+        sampling_method: the sampler's class. Any other ``torch.optim.Optimizer`` follows the slope
+            nβ ∇L + γ (w − w*) with its own lr and keywords, without noise, and the verdict is "reject".
         optimizer_kwargs: its keyword arguments. ``nbeta``: a number, ``"batch"`` (B/ln B), a
             function of n, or left out: n/ln n. Without ``lr``, settings are chosen: see ``settings``.
         num_draws: draws per chain, ≥ 1.
@@ -116,12 +118,15 @@ def estimate_learning_coeff_with_summary(
         start: "center": chains start at w*; "prior": at w* + N(0, 1/γ).
         train_mode: leave dropout and batch norm in training mode (else eval mode).
         autocast_dtype: run forward passes under autocast with this dtype.
-        observables: comes with a later version.
+        observables: names of what else to record at every draw, in columns of their own: norms
+            ("gradient_norm", "noise_norm", "localization_norm", "weight_norm", "distance"; another p as
+            in "gradient_norm:1"), products ("gradient_dot_noise"), "acceptance" of HMC and MALA.
         until: comes with a later version.
         devices: devices of the chain processes, in turn.
         threads_per_chain: CPU threads of a chain process; None: available cores // num_chains,
             at least 1.
-        chains_per_process: chains in lockstep in a process; "auto": one.
+        chains_per_process: chains in lockstep in a process, vectorised if ``evaluate`` allows; "auto":
+            one.
         executor: "auto", "inline" (the caller's process), "processes", or an Executor.
         run_dir: a new folder that keeps draws, final states and logs; None: a temporary one.
         on_failure: what a lost process means: "retry" (at most twice), "keep" the other chains,
@@ -234,8 +239,19 @@ def _estimate(given: Arguments) -> LLCResult:
         init_loss_se=prepared.init_loss_se,
         online=plan.online,
         at_center=at_center,
-        reports=gather_results(plan.parts.callbacks),
+        reports=gather_results(plan.parts.callbacks) | _observed(plan, finished),
     )
+
+
+def _observed(plan: Plan, finished: Finished) -> dict[str, Any]:
+    """Each observable as ``name/trace``, shape (num_chains, num_draws); NaN where nothing was recorded."""
+    run, draws = plan.parts.run, finished.draws
+    traces = {}
+    for name in run.observables:
+        trace = traces[f"{name}/trace"] = np.full((run.num_chains, run.num_draws), np.nan)
+        if name in draws:
+            trace[draws["chain"], draws["draw"]] = draws[name]
+    return traces
 
 
 def _chain_info(plan: Plan, outcome: ChainOutcome) -> ChainInfo:
@@ -257,15 +273,16 @@ def _chain_info(plan: Plan, outcome: ChainOutcome) -> ChainInfo:
 def _settings(plan: Plan, finished: Finished) -> dict[str, Any]:
     """Every value that the run used."""
     run, prepared, spec = plan.parts.run, finished.prepared, plan.parts.loader_spec
-    kernel = plan.parts.sampler.kernel(
-        lr=prepared.lr, nbeta=prepared.nbeta, localization=prepared.localization
-    )
+    sampler = plan.parts.sampler
+    chosen = {"lr": prepared.lr, "nbeta": prepared.nbeta, "localization": prepared.localization}
+    kernel = sampler.kernel(**chosen)
     return {
-        **vars(kernel),
+        **sampler.settings(**chosen),
         "step_bias": kernel.step_bias,
         "speed": kernel.speed,
         "adapting": kernel.adapts and (prepared.num_burnin_steps == 0 or not can_freeze(kernel)),
-        "sampler": plan.parts.sampler.kind.__name__,
+        "sampler": sampler.kind.__name__,
+        "samples": issubclass(sampler.kind, Sampler),
         "nbeta_rule": prepared.nbeta_rule,
         "nbeta_batch": prepared.nbeta_batch,
         "num_draws": run.num_draws,

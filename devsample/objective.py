@@ -48,7 +48,7 @@ class Objective:
     ) -> None:
         self.model, self.flat, self.seeded, self.needs_grad = model, flat, seeded, needs_grad
         self.evaluate = evaluate
-        self._autocast_dtype = autocast_dtype
+        self.autocast_dtype = autocast_dtype
         self.touched: set[int] = set()  # positions of parameters that ever got a gradient
         model.train(train_mode)
         self._buffers = [
@@ -136,9 +136,9 @@ class Objective:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The precision of forward passes."""
-        if self._autocast_dtype is None:
+        if self.autocast_dtype is None:
             return contextlib.nullcontext()
-        return torch.autocast(self.flat.device.type, dtype=self._autocast_dtype)
+        return torch.autocast(self.flat.device.type, dtype=self.autocast_dtype)
 
 
 def cuda_is_used() -> bool:

@@ -209,7 +209,8 @@ def _decide(
             burnin = math.ceil(math.log(100) / (lr * speed * slowest))
     kernel = sampler.kernel(lr=lr, nbeta=nbeta, localization=localization)
     if kernel.full_data or getattr(kernel, "control_variate", False):
-        _check_reads_all(setting.loader, sampler)
+        who = "control_variate" if not kernel.full_data else f"sampling_method: {sampler.kind.__name__}"
+        _check_reads_all(setting.loader, who)
         gradient_noise = 0.0  # with a control variate there is none at w*
     else:
         gradient_noise = probe.gradient_noise(center)
@@ -226,11 +227,11 @@ def _decide(
     }
 
 
-def _check_reads_all(loader: ChainLoader, sampler: SamplerSpec) -> None:
+def _check_reads_all(loader: ChainLoader, who: str) -> None:
     if not loader.reads_all(loader.num_samples):
         raise InvalidArgumentError(
-            f"sampling_method: {sampler.kind.__name__} needs every sample once"
-            + ", and a sampler of one's own does not promise that; leave sampler and batch_sampler out."
+            f"{who} needs every sample once, and a sampler of one's own does not promise that; "
+            "leave sampler and batch_sampler out of loader_spec."
         )
 
 

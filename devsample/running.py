@@ -33,6 +33,7 @@ from devsample.executors.inline import InlineExecutor
 from devsample.executors.processes import ProcessExecutor
 from devsample.executors.progress import Progress
 from devsample.executors.supervisor import supervise
+from devsample.observables import record_type
 from devsample.payload import Skeleton, home_device, pack_model, pack_parts, write_payload
 from devsample.records import read_records
 from devsample.serialize import loads, pack, save_storages
@@ -149,7 +150,7 @@ class _Run:
             warnings.warn(event.text, kind, stacklevel=2)
         if event.kind != "records":
             return
-        rows = np.frombuffer(event.rows, RECORD)
+        rows = np.frombuffer(event.rows, record_type(self._plan.parts.run.observables))
         if self._progress is not None:
             self._progress.draws(rows["llc"])
         if self._plan.on_records is not None:
@@ -241,6 +242,8 @@ def _settings_line(prepared: Prepared) -> str:
     if prepared.curvature is not None:
         text += f", burn-in = {prepared.num_burnin_steps}"
         text += f" (chosen from the largest curvature, {prepared.curvature:.3g})"
+    if prepared.not_stackable:
+        text += f"\nthe chains of a process are computed one after the other: {prepared.not_stackable}"
     if prepared.unused:
         listed = ", ".join(prepared.unused[:4]) + (" …" if len(prepared.unused) > 4 else "")
         text += f"\n{len(prepared.unused)} parameters get no gradient and stay: {listed}"

@@ -18,7 +18,7 @@ import torch
 
 from devsample import ambient
 from devsample.callbacks import Caller, dump_state
-from devsample.chain import PROBE_STEPS, RECORD, Group, Row
+from devsample.chain import PROBE_STEPS, Group, Row
 from devsample.checkpoints import write_json
 from devsample.data.loader import ChainLoader
 from devsample.data.worker import BatchRequest
@@ -26,6 +26,7 @@ from devsample.errors import DevsampleError, LoaderError, LoaderWorkerError
 from devsample.flat import FlatParameters
 from devsample.fulldata import FullData
 from devsample.objective import Objective, preserved_process_state
+from devsample.observables import record_type
 from devsample.payload import Parts, PayloadReader, Skeleton, load_model
 from devsample.prepare import Setting, prepare
 from devsample.probes import Probe
@@ -64,6 +65,7 @@ class Session:
             model, self._parts = self._reader.load("model"), self._reader.parts()
         self._keys = self._parts.run.keys()
         self._full: FullData | None = None
+        self._not_stackable = ""
         with _plain_mode(self._device):
             self._model = load_model(model, job.run_dir, self._device)
             self._loader = ChainLoader(
@@ -153,10 +155,12 @@ class Session:
     def _row(self, chain: int) -> Row:
         folder = self._job.run_dir / "chains" / str(chain)
         folder.mkdir(parents=True, exist_ok=True)
-        return Row(chain, self._keys[chain], folder, RecordWriter(folder / "draws.bin", chain, RECORD))
+        record = record_type(self._parts.run.observables)
+        return Row(chain, self._keys[chain], folder, RecordWriter(folder / "draws.bin", chain, record))
 
     def _group(self, chains: Sequence[int], callbacks: Sequence[Any], emit: Emit) -> Group:
         parts, prepared = self._parts, self._read_prepared()
+        self._not_stackable = prepared.not_stackable
         flat = FlatParameters(self._model, {name: parts.masks[name] for name in prepared.moving})
         objective = Objective(
             self._model,
@@ -264,6 +268,10 @@ class Session:
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / "outcome.json", dataclasses.asdict(outcome))
             with (folder / "log.txt").open("a") as log:
+                if self._not_stackable:
+                    log.write(
+                        f"Its process computes its chains one after the other: {self._not_stackable}.\n"
+                    )
                 log.write(
                     f"{time.strftime('%Y-%m-%dT%H:%M:%S')} attempt {outcome.attempt} on {outcome.device}: "
                     f"{outcome.status} after {outcome.steps} steps, {outcome.num_draws} draws, "
@@ -307,13 +315,11 @@ def run_chain(
 def _plain_mode(device: torch.device) -> Iterator[None]:
     """The modes of a new process, whatever the caller has switched on around the call.
 
-    Inside any autocast block torch keeps its casts of the weights until that block ends: the model
-    would compute with the weights of the first step for ever. So none is opened here without need, and
-    then without that cache, which blocks within it take over.
+    torch keeps the casts of weights that autocast makes until the outermost block ends, the caller's or
+    this one: a model would compute with the weights of its first step for ever. So nothing is kept, in
+    blocks within this one either.
     """
-    no_autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if torch.is_autocast_enabled(device.type):
-        no_autocast = torch.autocast(device.type, enabled=False, cache_enabled=False)
+    no_autocast = torch.autocast(device.type, enabled=False, cache_enabled=False)
     elsewhere = torch.get_default_device().type != "cpu"  # a mode costs time at every call of torch
     on_cpu = torch.device("cpu") if elsewhere else contextlib.nullcontext()
     with torch.inference_mode(False), torch.enable_grad(), on_cpu, no_autocast:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from devsample.errors import InvalidArgumentError
 from devsample.losses import NbetaRule
 from devsample.samplers import Kernel, Sampler
+from devsample.samplers.foreign import ForeignKernel, foreign_lr
 from devsample.seeds import ChainKey, chain_keys
 
 Baseline = Literal["paired", "full", "fixed"]
@@ -25,20 +27,31 @@ class SamplerSpec:
     """A sampler class and its keyword arguments; ``lr`` and ``nbeta`` may be left to the run.
 
     Attributes:
-        kind: the sampler.
-        options: its keyword arguments without ``lr`` and ``nbeta``.
-        lr: the step size, or None: chosen from the measured curvature.
+        kind: the sampler, or any optimizer.
+        options: its keyword arguments without ``nbeta``, and a sampler's without ``lr``.
+        lr: the step size, or None: chosen from the measured curvature. An optimizer's own, NaN if it
+            has none.
         nbeta: nβ, or the rule for it.
     """
 
-    kind: type[Sampler]
+    kind: type[torch.optim.Optimizer]
     options: Mapping[str, Any] = field(default_factory=dict)
     lr: float | None = None
     nbeta: NbetaRule = None
 
     def kernel(self, *, lr: float, nbeta: float, **changes: Any) -> Kernel:
         """The sampler's update with every value filled in."""
-        return self.kind.kernel(lr=lr, nbeta=nbeta, **(dict(self.options) | changes))
+        options = dict(self.options) | changes
+        if issubclass(self.kind, Sampler):
+            return self.kind.kernel(lr=lr, nbeta=nbeta, **options)
+        localization = options.pop("localization", 0.0)
+        return ForeignKernel(kind=self.kind, options=options, nbeta=nbeta, localization=localization)
+
+    def settings(self, *, lr: float, nbeta: float, localization: float) -> dict[str, Any]:
+        """Every hyperparameter with its value."""
+        if issubclass(self.kind, Sampler):
+            return dict(vars(self.kernel(lr=lr, nbeta=nbeta, localization=localization)))
+        return dict(self.options) | {"lr": lr, "nbeta": nbeta, "localization": localization}
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,7 @@ class RunSpec:
     autocast_dtype: torch.dtype | None
     auto: bool
     group_size: int
+    observables: tuple[str, ...] = ()
 
     def keys(self) -> tuple[ChainKey, ...]:
         """Keys of all chains' streams."""
@@ -130,7 +144,7 @@ def _plain(value: Any) -> Any:
 
 def sampler_spec(kind: object, optimizer_kwargs: Mapping[str, Any] | None) -> SamplerSpec:
     """Check a sampler class and its keyword arguments as far as the data need not be known."""
-    if not (isinstance(kind, type) and issubclass(kind, Sampler)):
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise InvalidArgumentError(
             f"sampling_method: expected a sampler class such as devsample.SGLD, got {kind!r}."
         )
@@ -144,6 +158,8 @@ def sampler_spec(kind: object, optimizer_kwargs: Mapping[str, Any] | None) -> Sa
         raise InvalidArgumentError(f'optimizer_kwargs: nbeta={nbeta!r} is neither "batch" nor "n/ln n".')
     number = not (nbeta is None or isinstance(nbeta, str) or callable(nbeta))
     trial = DECIDED_LATER | ({"lr": lr} if lr is not None else {}) | ({"nbeta": nbeta} if number else {})
+    if not issubclass(kind, Sampler):
+        return _foreign_spec(kind, options, lr, nbeta, trial["nbeta"])
     try:
         kind.kernel(**(trial | options))
     except TypeError as error:
@@ -154,3 +170,18 @@ def sampler_spec(kind: object, optimizer_kwargs: Mapping[str, Any] | None) -> Sa
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"optimizer_kwargs: {error}") from error
     return SamplerSpec(kind, options, lr, nbeta)
+
+
+def _foreign_spec(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], lr: Any, nbeta: NbetaRule, trial: Any
+) -> SamplerSpec:
+    """Of an optimizer that is no sampler: all but ``nbeta`` and ``localization`` is its own."""
+    if lr is not None:
+        options["lr"] = lr
+    spec = SamplerSpec(kind, options, math.nan, nbeta)
+    try:
+        kernel = spec.kernel(lr=math.nan, nbeta=trial)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"optimizer_kwargs: {error}") from error
+    assert isinstance(kernel, ForeignKernel)
+    return replace(spec, lr=foreign_lr(kernel))

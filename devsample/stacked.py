@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ Rows = Sequence[Sequence[Batch]]
 """The micro-batches of one step, row by row."""
 
 _DISTANCE = 1e-3  # of the weights' size: how far the second row of the trial is from w*
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-8}  # relative
+_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-3, torch.float64: 1e-8}  # relative
 
 
 class NotStackable(Exception):  # noqa: N818 - says why the rows are taken one by one
@@ -78,12 +79,18 @@ class RowByRow:
 
 
 class Stacked(RowByRow):
-    """The same for all rows at once."""
+    """The same for all rows at once.
+
+    Attributes:
+        given_up: why the rows are taken one by one after all, for an operation that the trial of
+            `why_not_stackable` has not met; or "".
+    """
 
     def __init__(
         self, objective: Objective, position: torch.Tensor, center: torch.Tensor, keys: Sequence[ChainKey]
     ) -> None:
         super().__init__(objective, position, center, keys)
+        self.given_up = ""
         segments = objective.flat.segments
         self._places = _places(objective.model, [one.parameter for one in segments])
         self._leaves = [
@@ -93,10 +100,21 @@ class Stacked(RowByRow):
 
     def losses_and_gradients(self, gradient: torch.Tensor, batches: Rows, step: int) -> torch.Tensor:
         """Losses (K,), detached; the gradients are written into ``gradient`` (K, P)."""
-        try:
-            stacks = _stacks(batches)
-        except NotStackable:  # the last batches of an epoch, for one
-            return super().losses_and_gradients(gradient, batches, step)
+        together = self._if_possible(lambda stacks: self.gradients_together(gradient, stacks), batches)
+        return super().losses_and_gradients(gradient, batches, step) if together is None else together
+
+    def losses(self, batches: Rows, step: int) -> torch.Tensor:
+        """Losses (K,) at the rows' states, detached."""
+        together = self._if_possible(lambda stacks: self._mean(self._leaves, 0, stacks), batches)
+        return super().losses(batches, step) if together is None else together
+
+    def center_losses(self, batches: Rows, step: int) -> torch.Tensor:
+        """Losses (K,) of the rows' batches at w*, detached."""
+        together = self._if_possible(self.center_together, batches)
+        return super().center_losses(batches, step) if together is None else together
+
+    def gradients_together(self, gradient: torch.Tensor, stacks: Stacks) -> torch.Tensor:
+        """`losses_and_gradients` of batches that are stacked."""
         value: torch.Tensor | None = None
         for number, (share, stack) in enumerate(stacks):
             losses = self._losses(self._leaves, 0, stack)
@@ -111,27 +129,29 @@ class Stacked(RowByRow):
         assert value is not None
         return value
 
-    def losses(self, batches: Rows, step: int) -> torch.Tensor:
-        """Losses (K,) at the rows' states, detached."""
-        try:
-            return self._mean(self._leaves, 0, _stacks(batches))
-        except NotStackable:
-            return super().losses(batches, step)
+    def center_together(self, stacks: Stacks) -> torch.Tensor:
+        """`center_losses` of batches that are stacked."""
+        return self._mean(self._center, None, stacks)
 
-    def center_losses(self, batches: Rows, step: int) -> torch.Tensor:
-        """Losses (K,) of the rows' batches at w*, detached."""
+    def _if_possible(self, compute: Callable[[Stacks], torch.Tensor], batches: Rows) -> torch.Tensor | None:
+        """What ``compute`` makes of the stacked batches; None if the rows are to be taken one by one."""
+        if self.given_up:
+            return None
         try:
-            return self._mean(self._center, None, _stacks(batches))
-        except NotStackable:
-            return super().center_losses(batches, step)
+            return compute(stacks_of(batches))
+        except NotStackable:  # the last batches of an epoch, for one
+            return None
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # if it is evaluate's own, it comes again, of one row and named
+            self.given_up = short_error(error)[:300]
+            return None
 
     @torch.no_grad()
-    def _mean(
-        self, values: list[torch.Tensor], dim: int | None, stacks: Sequence[tuple[float, _Stack]]
-    ) -> torch.Tensor:
+    def _mean(self, values: list[torch.Tensor], dim: int | None, stacks: Stacks) -> torch.Tensor:
         return torch.stack([self._losses(values, dim, stack) * share for share, stack in stacks]).sum(0)
 
-    def _losses(self, values: list[torch.Tensor], dim: int | None, stack: _Stack) -> torch.Tensor:
+    def _losses(self, values: list[torch.Tensor], dim: int | None, stack: Stack) -> torch.Tensor:
         def loss(values: list[torch.Tensor], leaves: list[torch.Tensor]) -> torch.Tensor:
             with self._with_weights(values), self.objective.autocast():
                 return read_loss(self.objective.evaluate(self.objective.model, opened(stack.batch(leaves))))
@@ -192,21 +212,41 @@ def why_not_stackable(
         expected.append(objective.loss_and_gradient(alone[number], batches[number], key, number))
     objective.flat.point_to(center)
     try:
-        _stacks(batches)
+        stacks = stacks_of(batches)
         stacked = Stacked(objective, position, center, [key, key])
-        found = stacked.losses_and_gradients(together, batches, 0)
-        stacked.center_losses(batches, 0)
+        with quiet():
+            found = stacked.gradients_together(together, stacks)
+            at_center = stacked.center_together(stacks)
     except NotStackable as error:
         return str(error)
     except Exception as error:  # whatever torch.vmap does not know
         return f"torch.vmap refuses it ({short_error(error)[:300]})"
-    tolerance = _TOLERANCE[center.dtype]
+    tolerance = max(_TOLERANCE[dtype] for dtype in _precisions(objective))
     losses = torch.stack(expected).to(found.dtype)
+    found = torch.cat([found, at_center[:1]])
+    losses = torch.cat([losses, losses[:1]])  # the first row is at w*
     if not torch.allclose(found, losses, rtol=tolerance, atol=tolerance * float(losses.abs().max())):
         return "its vectorised form gives other losses"
     if not (together - alone).norm() <= tolerance * 10 * alone.norm():
         return "its vectorised form gives other gradients"
     return ""
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's remark that it takes an operation row by row within a vectorised model."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        yield
+
+
+def _precisions(objective: Objective) -> set[torch.dtype]:
+    """In which the model computes."""
+    tensors = (*objective.model.parameters(), *objective.model.buffers())
+    found = {one.dtype for one in tensors if one.is_floating_point()}
+    if objective.autocast_dtype is not None:
+        found.add(objective.autocast_dtype)
+    return found & _TOLERANCE.keys()
 
 
 # ---- parameters ---------------------------------------------------------------------------------
@@ -236,7 +276,7 @@ def _places(
 
 
 @dataclasses.dataclass
-class _Stack:
+class Stack:
     """Batches of K rows: their tensors stacked, in the structure of the first."""
 
     like: Any
@@ -249,8 +289,16 @@ class _Stack:
         return _rebuilt(self.like, lambda _: next(given))
 
 
-def _stacks(batches: Rows) -> list[tuple[float, _Stack]]:
-    """Share of the step's samples and stacked data, micro-batch by micro-batch."""
+Stacks = Sequence[tuple[float, Stack]]
+"""Share of the step's samples and stacked data, micro-batch by micro-batch."""
+
+
+def stacks_of(batches: Rows) -> Stacks:
+    """The batches of all rows, stacked.
+
+    Raises:
+        NotStackable: they do not fit together.
+    """
     counts = [[count for count, _ in row] for row in batches]
     if any(one != counts[0] for one in counts):
         raise NotStackable("the chains' batches differ in size")
@@ -260,10 +308,10 @@ def _stacks(batches: Rows) -> list[tuple[float, _Stack]]:
     ]
 
 
-def _stack(rows: Sequence[Any]) -> _Stack:
+def _stack(rows: Sequence[Any]) -> Stack:
     leaves, rest = _taken_apart(rows[0])
     if all(one is rows[0] for one in rows):
-        return _Stack(rows[0], leaves, None)
+        return Stack(rows[0], leaves, None)
     columns = [leaves]
     shapes = [one.shape for one in leaves]
     for row in rows[1:]:
@@ -272,7 +320,7 @@ def _stack(rows: Sequence[Any]) -> _Stack:
             raise NotStackable("the chains' batches differ in shape or in what is not a tensor")
         columns.append(leaves)
     stacked = [torch.stack(column) for column in zip(*columns, strict=True)]
-    return _Stack(rows[0], stacked, 0 if stacked else None)
+    return Stack(rows[0], stacked, 0 if stacked else None)
 
 
 def _taken_apart(batch: Any) -> tuple[list[torch.Tensor], list[Any]]:

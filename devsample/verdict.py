@@ -297,7 +297,20 @@ def check_adapting(evidence: Evidence) -> Finding | None:
     return Finding("adapting", "caution", text)
 
 
+def check_samples(evidence: Evidence) -> Finding | None:
+    """An optimizer in the place of a sampler."""
+    settings = evidence.settings
+    if settings.get("samples", True):
+        return None
+    text = (
+        f"{settings.get('sampler')} samples nothing: it is an optimizer, without noise, and the losses on "
+        "its way are no draws from the posterior; take a sampler, such as devsample.SGLD."
+    )
+    return Finding("no sampler", "reject", text)
+
+
 CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
+    check_samples,
     check_lost,
     check_moves,
     check_negative,

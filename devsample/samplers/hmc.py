@@ -21,6 +21,11 @@ class HMCKernel(ReferenceKernel):
         """One a leapfrog step; the first gradient is that of the last transition's end."""
         return self.num_leapfrog_steps
 
+    @property
+    def speed(self) -> float:
+        """L²: a trajectory is L leapfrog steps long, where SGLD would walk at random."""
+        return float(self.num_leapfrog_steps**2)
+
 
 class HMC(ReferenceSampler):
     r"""Hamiltonian Monte Carlo: L leapfrog steps from a fresh momentum, accepted or rejected.

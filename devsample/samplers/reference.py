@@ -226,7 +226,8 @@ class ReferenceSampler(Sampler):
             )
         kernel = self._kernel(0)
         assert isinstance(kernel, ReferenceKernel)
-        if not self._rows:
+        members = [one.parameter for row in self._rows for one in row.members]
+        if not members or any(one.grad is None for one in members):  # the first step, or after loading
             with torch.enable_grad():
                 closure()  # says which parameters get a gradient
         rows = self._moving_rows(0, kernel)

@@ -67,7 +67,7 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "too few seeds": ({"seed": [1]}, ("seed", "num_chains=2")),
     "the same seed twice": ({"seed": [4, 4]}, ("seed", "same")),
     # the sampler
-    "no sampler": ({"sampling_method": torch.optim.SGD}, ("sampling_method", "SGLD")),
+    "no sampler": ({"sampling_method": torch.nn.Linear}, ("sampling_method", "SGLD")),
     "a sampler's name": ({"sampling_method": "sgld"}, ("sampling_method", "'sgld'")),
     "no mapping": ({"optimizer_kwargs": 5}, ("optimizer_kwargs", "5")),
     "an unknown key": (
@@ -159,7 +159,7 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "autocast_dtype": ({"autocast_dtype": torch.float32}, ("autocast_dtype", "float32")),
     "autocast_dtype as text": ({"autocast_dtype": "bf16"}, ("autocast_dtype", "'bf16'")),
     # what comes later
-    "observables": ({"observables": []}, ("observables", "leave it out")),
+    "observables": ({"observables": ["length"]}, ("observables", "'length'")),
     "until": ({"until": 0.1}, ("until", "leave it out")),
     "timeout": ({"timeout": 5}, ("timeout", "leave it out")),
     "compile": ({"compile": True}, ("compile", "leave it out")),
