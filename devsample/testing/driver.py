@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from devsample.samplers.base import Kernel
+from devsample.samplers.base import Buffers, Kernel
 from devsample.samplers.hmc import HMC
 from devsample.samplers.reference import ReferenceKernel
 from devsample.seeds import NormalBlocks, Role, chain_keys
@@ -67,6 +67,11 @@ class Drive:
         if isinstance(self.kernel, ReferenceKernel):
             return self._buffers["loss"][:, 0].clone()
         return self._potential(self.position.double())
+
+    @property
+    def buffers(self) -> Buffers:
+        """What the sampler keeps beside the positions."""
+        return self._buffers
 
     def freeze(self) -> None:
         """End the burn-in."""

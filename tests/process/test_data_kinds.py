@@ -178,7 +178,7 @@ def test_hugging_face_data_end_to_end(hugging_face: Any, tmp_path: Path) -> None
     end_to_end(dataset, spec={"collate_fn": x_of})
 
 
-@pytest.mark.parametrize("num_workers", [0, 2, 4])
+@pytest.mark.parametrize("num_workers", [0, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_hugging_face_stream_gives_every_sample_once_an_epoch(hugging_face: Any, num_workers: int) -> None:
     """It divides its shards among the workers, and shuffles by its own seed and the epoch."""
     plain = rows_of(hugging_face).to_iterable_dataset(num_shards=4).map(lambda row: {"x": row["x"] + 1})

@@ -134,7 +134,7 @@ def test_what_travels_is_not_refused(thing: str) -> None:
 
 
 @case("lock, pool, bar or open file in the data set")
-@start_methods("forkserver", "fork")
+@start_methods("forkserver")
 def test_a_factory_may_make_them(method: str) -> None:
     works(live.Lively, spec={"multiprocessing_context": method})
 

@@ -150,7 +150,9 @@ def test_the_epoch_reaches_persistent_workers(method: str) -> None:
 
 
 @case("epoch frozen in persistent workers")
-@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "num_workers", [0, 2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 3))]
+)
 @pytest.mark.parametrize("persistent", [True, False])
 @pytest.mark.parametrize("kind", [streams.Epochs, streams.RemembersEpochs, streams.EpochStream])
 def test_epochs_of_a_built_loader(kind: Any, persistent: bool, num_workers: int) -> None:

@@ -104,9 +104,11 @@ RUNS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS)
-def test_the_exact_value_whatever_the_batches(changes: dict[str, Any]) -> None:
-    hit(run(HMC, **(LONG | {"num_draws": 400} | changes)), exact(), relative=0.04)
+@pytest.mark.parametrize(
+    "name", [name if name == "micro-batches" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+)
+def test_the_exact_value_whatever_the_batches(name: str) -> None:
+    hit(run(HMC, **(LONG | {"num_draws": 400} | RUNS[name])), exact(), relative=0.04)
 
 
 @pytest.mark.parametrize("size", [16, N])
@@ -341,7 +343,13 @@ def exact_with_decay(decay: float, columns: list[int]) -> float:
     return float(NBETA / 2 * ((h @ torch.linalg.inv(precision)).trace() + offset @ h @ offset))
 
 
-@pytest.mark.parametrize("kind", [SGLD, devsample.SGHMC, devsample.SGNHT, RMSPropSGLD])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        devsample.SGHMC,
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in (SGLD, devsample.SGNHT, RMSPropSGLD)),
+    ],
+)
 def test_the_exact_value_with_localization_decay_and_masks(kind: Any) -> None:
     def go(decay: float) -> LLCResult:
         return run(

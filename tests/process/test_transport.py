@@ -24,7 +24,9 @@ from devsample.seeds import chain_keys
 from devsample.shared import LINUX
 from tests.factories import estimate, linear_data
 
-METHODS = pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+METHODS = pytest.mark.parametrize(
+    "method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+)
 NOT_FORKED = pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 linux_only = pytest.mark.skipif(not LINUX, reason="asks Linux what is mapped where")
 LARGE = 10_000_000  # numbers, 40 MB

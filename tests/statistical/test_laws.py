@@ -302,7 +302,7 @@ def test_adams_averaged_drift_has_the_bias_of_its_law(form):
     drive = chains(potential, kernel, 1000, seed=6, start=around_center(potential, 1000, precisions))
     drive.advance(500)
     drive.freeze()
-    scale = drive._buffers["scale"]
+    scale = drive.buffers["scale"]
     assert 0.03 < float((lr * scale * precisions).max()) <= 0.08
     expected = float(sum(laws_of_scales(kernel, *pair) for pair in zip(NARROW, scale.T, strict=True)))
     exact = float((NBETA * NARROW / (2 * precisions)).sum())

@@ -80,13 +80,18 @@ def frozen(kind, rows=4000, seed=0, lr=None, **values):
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("SGLD", {}),
         ("SGHMC", {}),
-        ("SGHMC", {"friction": 0.5}),
-        ("SGHMC", {"friction": 1.0}),
         ("SGNHT", {}),
-        ("SGNHT", {"friction": 1.0}),
-        ("SGNHT", {"localization": 0.3}),
+        *(
+            pytest.param(name, values, marks=pytest.mark.slow)
+            for name, values in (
+                ("SGLD", {}),
+                ("SGHMC", {"friction": 0.5}),
+                ("SGHMC", {"friction": 1.0}),
+                ("SGNHT", {"friction": 1.0}),
+                ("SGNHT", {"localization": 0.3}),
+            )
+        ),
     ],
 )
 def test_spread_curvatures_at_the_largest_step_are_exact(name, values):
