@@ -114,7 +114,7 @@ class Ensemble:
     Attributes:
         position: rows (K, P).
         largest: the largest precision a = nβ h + γ that any row met.
-        typical: nine of ten rows have no larger precision.
+        typical: nine tenths of L − L(w*) come from rows with no larger precision.
         trace: mean of nβ tr ∇²L + γ P over the rows.
         value: mean of nβ (L − L(w*)).
         gradients: what the pilot cost, in gradients of one row.
@@ -189,7 +189,7 @@ def settle(
         calm = calm + 1 if scales.look_at(position) <= _SETTLED * before else 0
         number += 1
     trace = float(potential.hessian_trace(position).mean()) * nbeta + gamma * size
-    typical = float(scales.of(position).quantile(0.9))
+    typical = _weighted_quantile(scales.of(position), potential(position).abs(), 0.9)
     value = float(potential(position).mean()) * nbeta
     return Ensemble(position, scales.largest, typical, trace, value, gradients)
 
@@ -206,3 +206,10 @@ def _spread(potential: Potential, z: torch.Tensor, nbeta: float, gamma: float, b
         middle = (low + high) / 2
         low, high = (middle, high) if energy(math.exp(middle)) < z.shape[1] / 2 + 4 else (low, middle)
     return math.exp(low)
+
+
+def _weighted_quantile(values: torch.Tensor, weights: torch.Tensor, share: float) -> float:
+    """The smallest value up to which the values have this share of the weight."""
+    order = values.argsort()
+    below = weights[order].cumsum(0)
+    return float(values[order][torch.searchsorted(below, share * below[-1]).clamp(max=len(values) - 1)])

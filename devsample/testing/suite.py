@@ -24,7 +24,7 @@ LARGEST_SE = 0.004
 LARGEST_Z = 4.0
 MOST_STEPS = 1e8  # chain-steps that a sampler may be asked for
 MOST_GRADIENTS = 4e9  # that HMC may take
-STEP, LARGEST_STEP = 1.0, 3.0  # ε·a where the pilot typically was, and at most
+STEP, LARGEST_STEP = 0.4, 1.0  # ε·a where most of L comes from, and at most
 STEP_BIAS = 0.002  # relative, by the first-order law, of samplers that have one
 REQUIRED = ("SGLD", "SGHMC", "SGNHT", "RMSPropSGLD")
 """Samplers that must pass the quadratic cases, linear regression, and reduced rank with λ ≥ 1, nβ ≤ 1e4."""
@@ -120,8 +120,9 @@ def ensemble(name: str) -> Ensemble:
 def plan(case: Case, sampler: str | type[Sampler], **options: Any) -> Plan:
     r"""Step size, length and cost by rule.
 
-    * :math:`ε G a ≤ 1` for nine of ten rows of the pilot, and ≤ 3 for all: a is a row's largest precision
-      nβ h + γ, G the largest factor by which the sampler scales a step. A sampler whose steps have a
+    * :math:`ε G a ≤ 0.4` for the rows from which nine tenths of L come, and ≤ 1 for all: a is the largest
+      precision nβ h + γ where a row of the pilot is, G the largest factor by which the sampler scales a
+      step. Beyond, steps are biased where the loss is not quadratic. A sampler whose steps have a
       first-order bias takes at most the ε at which the law :math:`b\,ε/8\;nβ\,E\,\mathrm{tr}\,∇^2 L` is
       0.2 % of the value. HMC and MALA: ≤ 1 for all, since trajectories neither enter nor leave a region in
       which they are unstable.
@@ -139,7 +140,7 @@ def plan(case: Case, sampler: str | type[Sampler], **options: Any) -> Plan:
     trial = kind.kernel(lr=1.0, **given)
     lr = min(STEP / found.typical, LARGEST_STEP / found.largest) / trial.scale
     if trial.full_data:
-        lr = STEP / found.largest
+        lr = 1 / found.largest
     if trial.step_bias:
         law = trial.step_bias * trial.scale * found.trace / 8
         lr = min(lr, STEP_BIAS * abs(case.expected) / law)
