@@ -1,4 +1,4 @@
-"""SGLD along Adam's averaged gradient, with its diagonal preconditioner fixed at the end of burn-in."""
+"""SGLD along Adam's averaged gradient, with its diagonal preconditioner, which burn-in adapts and fixes."""
 
 from __future__ import annotations
 
@@ -41,13 +41,7 @@ class AdamSGLDKernel(RMSPropSGLDKernel):
         buffers: Buffers,
     ) -> tuple[torch.Tensor, Buffers]:
         """The step of one row, as in the docstring of `AdamSGLD`."""
-        new = {"count": buffers["count"] + 1}
-        if "scale" in buffers:
-            new["scale"] = scale = buffers["scale"]
-        else:
-            new["second_moment"] = v = self.alpha * buffers["second_moment"] + (1 - self.alpha) * gradient**2
-            v_hat = v / (1 - self.alpha ** new["count"]) if self.form == "hitchcock" else v
-            scale = 1 / (torch.sqrt(v_hat) + self.eps)
+        scale, new = self._formula_scale(gradient, buffers)
         new["first_moment"] = m = self.momentum * buffers["first_moment"] + (1 - self.momentum) * gradient
         m_hat = m / (1 - self.momentum ** new["count"]) if self.form == "hitchcock" else m
         w, lr, sigma = position, self.lr, self.noise_level
@@ -78,7 +72,8 @@ class AdamSGLD(Sampler):
         alpha: α in [0, 1), what v keeps of its past.
         eps: a > 0, bounds G by 1/a.
         form: "hitchcock" or "devinterp".
-        preconditioner: "frozen" at the end of burn-in, or "moving", which does not sample the target.
+        preconditioner: "frozen" (in a run: after the first half of burn-in), or "moving", which does not
+            sample the target.
         integrator: "averaged" or "euler".
         lr, nbeta, localization, weight_decay, noise_level, bounding_box_size, bounding_box: as in `SGLD`.
         generator, masks, freeze_after: see `Sampler`.

@@ -83,9 +83,40 @@ class LangevinKernel(Kernel):
                 velocity.masked_fill_((position - center).abs() > size, 0.0)
             torch.clamp(position, center - size, center + size, out=position)
             return
-        offset = position - center
-        outside = offset.abs() > size
-        phase = (offset + size).remainder_(4 * size).sub_(2 * size)  # the path repeats every 4·size
-        if velocity is not None:
-            torch.where(outside & (phase >= 0), -velocity, velocity, out=velocity)
-        torch.where(outside, center + (size - phase.abs_()), position, out=position)
+        reflect(position, center, size, velocity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverdampedKernel(LangevinKernel):
+    """What the samplers without a velocity share: which noise a step adds.
+
+    Attributes:
+        integrator: "averaged" noise, or "euler": R_k alone.
+    """
+
+    integrator: Literal["averaged", "euler"] = "averaged"
+
+    @property
+    def noise_kind(self) -> Literal["plain", "averaged"]:
+        """Averaged noise unless the integrator is Euler's."""
+        return "averaged" if self.integrator == "averaged" else "plain"
+
+    @property
+    def step_bias(self) -> float:
+        """1 for Euler steps, in preconditioned coordinates; averaged noise has none at first order."""
+        return 0.0 if self.integrator == "averaged" else 1.0
+
+
+def reflect(
+    position: torch.Tensor, center: torch.Tensor, size: float, velocity: torch.Tensor | None = None
+) -> None:
+    """Reflect entries at the walls of the box of half width ``size`` around ``center``, in place.
+
+    The velocity of an entry that has been reflected an odd number of times turns round.
+    """
+    offset = position - center
+    outside = offset.abs() > size
+    phase = (offset + size).remainder_(4 * size).sub_(2 * size)  # the path repeats every 4·size
+    if velocity is not None:
+        torch.where(outside & (phase >= 0), -velocity, velocity, out=velocity)
+    torch.where(outside, center + (size - phase.abs_()), position, out=position)

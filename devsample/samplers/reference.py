@@ -11,6 +11,7 @@ import torch
 
 from devsample.errors import InvalidArgumentError
 from devsample.samplers.base import Buffers, Kernel, NonNegative, Positive, Range
+from devsample.samplers.langevin import reflect
 from devsample.samplers.optimizer import Sampler
 from devsample.samplers.rows import Row
 
@@ -184,12 +185,8 @@ class ReferenceKernel(Kernel):
         return h * (1 + self.jitter * (2 * uniform - 1)) if self.jitter else h
 
     def _reflect(self, position: torch.Tensor, momentum: torch.Tensor, center: torch.Tensor) -> None:
-        if self.bounding_box_size is None:
-            return
-        size = self.bounding_box_size
-        phase = (position - center + size).remainder_(4 * size).sub_(2 * size)  # repeats every 4·size
-        torch.where(phase >= 0, -momentum, momentum, out=momentum)
-        torch.sub(center + size, phase.abs_(), out=position)
+        if self.bounding_box_size is not None:
+            reflect(position, center, self.bounding_box_size, momentum)
 
     def _adapt(self, chance: torch.Tensor, buffers: Buffers) -> None:
         """Dual averaging of log ε towards the target (Hoffman & Gelman 2014, eq. 6, for √ε)."""

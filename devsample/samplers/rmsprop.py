@@ -1,4 +1,4 @@
-"""SGLD with RMSProp's diagonal preconditioner, which is fixed at the end of burn-in."""
+"""SGLD with RMSProp's diagonal preconditioner, which burn-in adapts and fixes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 
 from devsample.samplers.base import Averaging, Buffers, Positive
-from devsample.samplers.langevin import LangevinKernel
+from devsample.samplers.langevin import OverdampedKernel
 from devsample.samplers.optimizer import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
-class RMSPropSGLDKernel(LangevinKernel):
+class RMSPropSGLDKernel(OverdampedKernel):
     """The hyperparameters of `RMSPropSGLD` and its update.
 
     While it adapts, ``buffers`` holds "second_moment"; `freeze` puts the fixed "scale" in its place.
@@ -24,12 +24,6 @@ class RMSPropSGLDKernel(LangevinKernel):
     eps: Positive = 0.1
     form: Literal["hitchcock", "devinterp"] = "hitchcock"
     preconditioner: Literal["frozen", "moving"] = "frozen"
-    integrator: Literal["averaged", "euler"] = "averaged"
-
-    @property
-    def noise_kind(self) -> Literal["plain", "averaged"]:
-        """Averaged noise unless the integrator is Euler's."""
-        return "averaged" if self.integrator == "averaged" else "plain"
 
     @property
     def adapts(self) -> bool:
@@ -40,11 +34,6 @@ class RMSPropSGLDKernel(LangevinKernel):
     def scale(self) -> float:
         """1/a: the preconditioner of an entry without gradient."""
         return 1 / self.eps
-
-    @property
-    def step_bias(self) -> float:
-        """1 for Euler steps, in the preconditioned coordinates; averaged noise has none at first order."""
-        return 0.0 if self.integrator == "averaged" else 1.0
 
     def init(self, position: torch.Tensor) -> Buffers:
         """Second moment 0, or 1 in Hitchcock and Hoogland's form, and the number of steps."""
@@ -105,17 +94,21 @@ class RMSPropSGLDKernel(LangevinKernel):
         buffers: Buffers,
     ) -> tuple[torch.Tensor, Buffers]:
         """The step of one row, as in the docstring of `RMSPropSGLD`."""
-        new = {"count": buffers["count"] + 1}
-        if "scale" in buffers:
-            new["scale"] = scale = buffers["scale"]
-        else:
-            new["second_moment"] = v = self.alpha * buffers["second_moment"] + (1 - self.alpha) * gradient**2
-            v_hat = v / (1 - self.alpha ** new["count"]) if self.form == "hitchcock" else v
-            scale = 1 / (torch.sqrt(v_hat) + self.eps)
+        scale, new = self._formula_scale(gradient, buffers)
         w, lr, sigma = position, self.lr, self.noise_level
         w = w - lr / 2 * scale * self.slope(w, gradient, center) + torch.sqrt(lr * scale) * sigma * noise
         self.keep_in_box(w, center)
         return w, new
+
+    def _formula_scale(self, gradient: torch.Tensor, buffers: Buffers) -> tuple[torch.Tensor, Buffers]:
+        """G of one row, and the new buffers that it comes from."""
+        new = {"count": buffers["count"] + 1}
+        if "scale" in buffers:
+            new["scale"] = buffers["scale"]
+            return buffers["scale"], new
+        new["second_moment"] = v = self.alpha * buffers["second_moment"] + (1 - self.alpha) * gradient**2
+        v_hat = v / (1 - self.alpha ** new["count"]) if self.form == "hitchcock" else v
+        return 1 / (torch.sqrt(v_hat) + self.eps), new
 
 
 def remaining(kept: float, count: torch.Tensor) -> torch.Tensor:
@@ -136,16 +129,17 @@ class RMSPropSGLD(Sampler):
     ``form="devinterp"``: :math:`v_{-1} = 0`, :math:`\hat v_t = v_t`.
 
     A preconditioner that goes on moving depends on where the chain has been, and the chain then
-    misses its target however small ε is. So burn-in adapts G and its end fixes it: in a loop of one's
-    own, by ``freeze()`` or ``freeze_after=``. From there it is SGLD in rescaled coordinates: exact on
-    a Gaussian with diagonal precision a while ε·G·a < 4.
+    misses its target however small ε is. So a run adapts G in the first half of burn-in and then
+    fixes it; in a loop of one's own ``freeze()`` or ``freeze_after=`` does. From there it is SGLD in
+    rescaled coordinates: exact on a Gaussian with diagonal precision a while ε·G·a < 4.
 
     Args:
         params: parameters or groups.
         alpha: α in [0, 1), what v keeps of its past.
         eps: a > 0, bounds G by 1/a.
         form: "hitchcock" or "devinterp".
-        preconditioner: "frozen" at the end of burn-in, or "moving", which does not sample the target.
+        preconditioner: "frozen" (in a run: after the first half of burn-in), or "moving", which does not
+            sample the target.
         integrator: "averaged" or "euler".
         lr, nbeta, localization, weight_decay, noise_level, bounding_box_size, bounding_box: as in `SGLD`.
         generator, masks, freeze_after: see `Sampler`.

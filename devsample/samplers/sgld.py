@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from devsample.samplers.base import Buffers
-from devsample.samplers.langevin import LangevinKernel
+from devsample.samplers.langevin import OverdampedKernel
 from devsample.samplers.optimizer import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGLDKernel(LangevinKernel):
+class SGLDKernel(OverdampedKernel):
     """The hyperparameters of `SGLD` and its update."""
-
-    integrator: Literal["averaged", "euler"] = "averaged"
-
-    @property
-    def noise_kind(self) -> Literal["plain", "averaged"]:
-        """Averaged noise unless the integrator is Euler's."""
-        return "averaged" if self.integrator == "averaged" else "plain"
-
-    @property
-    def step_bias(self) -> float:
-        """1 for Euler steps; averaged noise has none at first order."""
-        return 0.0 if self.integrator == "averaged" else 1.0
 
     def step(
         self,
