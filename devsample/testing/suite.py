@@ -170,7 +170,8 @@ def run(plan: Plan, *, most: float | None = None, control: Callable[[Drive], Non
 
     Args:
         plan: what to run.
-        most: chain-steps after burn-in at which it ends in any case; default: four times the prediction.
+        most: chain-steps (of a reference sampler: gradients) after burn-in at which it ends in any case;
+            default: four times the prediction.
         control: called with the chains before the first step.
     """
     started = time.monotonic()
@@ -184,7 +185,8 @@ def run(plan: Plan, *, most: float | None = None, control: Callable[[Drive], Non
     drive.advance(burnin // 2)
     drive.freeze()
     drive.advance(burnin - burnin // 2)
-    burnt, most = drive.step, most or max(4 * plan.predicted, 8.0 * plan.round * plan.rows)
+    burnt = drive.gradients if plan.kernel.full_data else drive.step
+    most = most or max(4 * plan.predicted, 8.0 * plan.round * plan.rows)
     draws = min(_DRAWS_PER_ROUND, plan.round)
     between = max(1, plan.round // draws)
     total, number = torch.zeros(plan.rows, dtype=torch.float64), 0
@@ -197,7 +199,8 @@ def run(plan: Plan, *, most: float | None = None, control: Callable[[Drive], Non
         means = case.nbeta * total / number
         value, se = float(means.mean()), float(means.std()) / math.sqrt(plan.rows)
         enough = se <= TARGET_SE * abs(case.expected) and number >= draws / 4
-        if enough or (drive.step - burnt) * plan.rows >= most or not math.isfinite(value):
+        cost = drive.gradients if plan.kernel.full_data else drive.step
+        if enough or (cost - burnt) * plan.rows >= most or not math.isfinite(value):
             break
     steps, gradients = drive.step * plan.rows, drive.gradients * plan.rows
     return Outcome(plan, value, se, steps, gradients, time.monotonic() - started)
