@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from devsample.samplers.base import Buffers, Kernel
-from devsample.samplers.hmc import HMC
+from devsample.samplers.hmc import HMCKernel
 from devsample.samplers.reference import ReferenceKernel
 from devsample.seeds import NormalBlocks, Role, chain_keys
 from devsample.testing.potentials import Potential
 
-__all__ = ["Drive", "Ensemble", "Gradient", "settle"]
+__all__ = ["Drive", "Ensemble", "Gradient", "rungs", "settle"]
 
 Gradient = Callable[[torch.Tensor, int], torch.Tensor]
 """Rows (K, P) and a step to gradients (K, P), exact or of minibatches."""
 
 _PILOT_ROWS = 512
-_SETTLED = 1.1  # growth of the largest curvature below which a round of the pilot changes nothing
-_MOST_LEAPFROGS = 20_000
+_SETTLED = 1.5  # growth of the largest precision below which a round of the pilot changes little
+_MOST_LEAPFROGS = 500
+_RUNG = 4.0  # between the step sizes ε of two rungs
 
 
 class Drive:
@@ -33,6 +35,8 @@ class Drive:
         position: first states (K, P); not changed.
         seed: of all chains' noise.
         gradient: in place of the potential's own, for minibatches.
+        rungs: HMC only: kernels that share ``kernel``'s law, of which each transition takes one, with
+            chances in inverse proportion to their gradients.
     """
 
     def __init__(
@@ -43,12 +47,15 @@ class Drive:
         *,
         seed: int,
         gradient: Gradient | None = None,
+        rungs: Sequence[HMCKernel] = (),
     ) -> None:
         self.kernel, self.position = kernel, position.clone()
         self.step = self.gradients = 0
         self._potential, self._gradient = potential, gradient or (lambda w, step: potential.gradient(w))
         self._full = _Full(potential)
         self._center = potential.center.to(position)
+        self._rungs, self._chance_of_rung = rungs, _chances(rungs)
+        self._generator = np.random.default_rng(seed)
         keys = chain_keys(seed, len(position))
         self._noise = NormalBlocks(keys, position.shape[1], position.dtype, position.device)
         self._chances = NormalBlocks(keys, 2, torch.float64, position.device, Role.ACCEPT)
@@ -85,6 +92,9 @@ class Drive:
         kernel, step = self.kernel, self.step
         self.step += 1
         if isinstance(kernel, ReferenceKernel):
+            if len(self._rungs):
+                kernel = self._rungs[self._generator.choice(len(self._rungs), p=self._chance_of_rung)]
+                self._buffers["log_lr"].fill_(math.log(kernel.lr))
             uniform = torch.special.ndtr(self._chances.plain(step))
             noise = self._noise.plain(step)
             kernel.transition(self.position, self._center, noise, uniform, self._full, self._buffers)
@@ -142,6 +152,16 @@ class _Scales:
         self.largest = max(self.largest, float(self.of(position).max()))
         return self.largest
 
+    def trace(self, position: torch.Tensor) -> float:
+        """Mean over rows of the sum of precisions."""
+        return (
+            float(self.potential.hessian_trace(position).mean()) * self.nbeta + self.gamma * position.shape[1]
+        )
+
+    def typical(self, position: torch.Tensor) -> float:
+        """Nine tenths of L − L(w*) come from rows with no larger precision."""
+        return _weighted_quantile(self.of(position), self.potential(position).abs(), 0.9)
+
     def of(self, position: torch.Tensor) -> torch.Tensor:
         """The largest precision of each row, (K,)."""
         return self.potential.hessian_max(position).clamp(min=0) * self.nbeta + self.gamma
@@ -159,39 +179,74 @@ def settle(
 ) -> Ensemble:
     """Bring rows from w* to the posterior by HMC, and measure its scales on the way.
 
-    The rows start as w* + s z, with s such that none has more energy than a draw is likely to have, and
-    make trajectories of 1.5/√γ (half the box where γ = 0) with steps ε = 1/a_max, a_max the largest
-    precision that any row has met so far.
+    The rows start as w* + s z, with s such that none has more energy than a draw is likely to have. A round
+    is a trajectory at each of `rungs`, 1.5/√γ long (half the box where γ = 0) but of 500 steps at most. It
+    ends after 12 rounds in which the largest precision that any row has met has not grown by half, 48 at
+    most.
     """
-    size = potential.num_parameters
     generator = torch.Generator().manual_seed(seed)
-    z = torch.randn(rows, size, generator=generator, dtype=torch.float64)
-    position = potential.center.double() + _spread(potential, z, nbeta, gamma, box) * z
-    scales = _Scales(potential, nbeta, gamma)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    size, center = potential.num_parameters, potential.center.double()
+    z = normal(rows, size)
+    position = center + _spread(potential, z, nbeta, gamma, box) * z
+    scales, full = _Scales(potential, nbeta, gamma), _Full(potential)
     scales.look_at(position)
-    length = 1.5 / math.sqrt(gamma) if gamma else (box or math.sqrt(size / scales.largest))
     gradients, calm, number = 0, 0, 0
     while calm < rounds and number < 4 * rounds:
         before = scales.largest
-        lr = 1 / before
-        leapfrogs = min(_MOST_LEAPFROGS, max(1, math.ceil(length / math.sqrt(lr))))
-        kernel = HMC.kernel(
-            lr=lr,
-            nbeta=nbeta,
-            localization=gamma,
-            num_leapfrog_steps=leapfrogs,
-            bounding_box_size=box,
-            adapt=False,
-        )
-        drive = Drive(potential, kernel, position, seed=seed + 1 + number)
-        drive.advance(1)
-        position, gradients = drive.position, gradients + drive.gradients * rows
+        slowest = gamma or (4 / box**2 if box else scales.largest / size)
+        for lr, length in rungs(scales.typical(position), before, scales.trace(position), slowest):
+            kernel = HMCKernel(
+                lr=lr,
+                num_leapfrog_steps=min(length, _MOST_LEAPFROGS),
+                nbeta=nbeta,
+                localization=gamma,
+                bounding_box_size=box,
+                adapt=False,
+            )
+            uniform = torch.rand(rows, 2, generator=generator, dtype=torch.float64)
+            buffers = kernel.start(position, full)
+            kernel.transition(position, center, normal(rows, size), uniform, full, buffers)
+            gradients += rows * kernel.num_gradients
         calm = calm + 1 if scales.look_at(position) <= _SETTLED * before else 0
         number += 1
-    trace = float(potential.hessian_trace(position).mean()) * nbeta + gamma * size
-    typical = _weighted_quantile(scales.of(position), potential(position).abs(), 0.9)
     value = float(potential(position).mean()) * nbeta
-    return Ensemble(position, scales.largest, typical, trace, value, gradients)
+    return Ensemble(
+        position, scales.largest, scales.typical(position), scales.trace(position), value, gradients
+    )
+
+
+def rungs(typical: float, largest: float, trace: float, slowest: float) -> list[tuple[float, int]]:
+    """Step sizes of HMC from that for the typical precision down to that for the largest, with lengths.
+
+    Where the loss is singular, rare rows are stiffer than most by orders of magnitude: trajectories that
+    are stable there are needed, but rarely. Which rung a transition takes does not depend on the state, so
+    any mixture of them leaves the law as it is. ε is `_leapfrog_lr` and falls by quarters; a trajectory is
+    1.5/√(slowest precision) long.
+    """
+    number = math.ceil(math.log(max(1.0, largest / typical)) / math.log(_RUNG) - 1e-9)
+    steps = []
+    for rung in range(number + 1):
+        lr = _leapfrog_lr(largest / _RUNG ** (number - rung), trace)
+        steps.append((lr, max(1, math.ceil(1.5 / math.sqrt(lr * slowest)))))
+    return steps
+
+
+def _leapfrog_lr(stiff: float, trace: float) -> float:
+    r"""Step size ε = h² of trajectories: :math:`ε a = \min(1, \sqrt{8/N})` for the stiffest precision a.
+
+    N = (Σ a)/a counts the directions that are about as stiff as the stiffest; each adds (ε a)²/32 to the
+    mean rise of the energy (so h ~ N^−¼, Beskos et al. 2013), which is held at ¼.
+    """
+    return min(1.0, math.sqrt(8 * stiff / trace)) / stiff
+
+
+def _chances(rungs: Sequence[HMCKernel]) -> np.ndarray | None:
+    weights = np.array([1 / rung.num_gradients for rung in rungs])
+    return weights / weights.sum() if len(rungs) else None
 
 
 def _spread(potential: Potential, z: torch.Tensor, nbeta: float, gamma: float, box: float | None) -> float:

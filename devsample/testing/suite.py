@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import time
@@ -13,9 +14,8 @@ import torch
 
 from devsample.samplers import SAMPLERS, Kernel, Sampler
 from devsample.samplers.hmc import HMCKernel
-from devsample.samplers.reference import ReferenceKernel
 from devsample.testing.cases import Case, all_cases
-from devsample.testing.driver import Drive, Ensemble, settle
+from devsample.testing.driver import Drive, Ensemble, rungs, settle
 
 __all__ = ["HEADER", "REQUIRED", "Outcome", "Plan", "plan", "row", "run", "table"]
 
@@ -47,6 +47,7 @@ class Plan:
         rows: chains side by side.
         round: steps in which slow directions relax (of HMC and MALA: four times that).
         predicted: chain-steps (of a reference sampler: gradients) until the standard error is reached.
+        rungs: HMC only: the kernel at several step sizes, see `devsample.testing.driver.rungs`.
     """
 
     case: Case
@@ -55,6 +56,7 @@ class Plan:
     rows: int
     round: int
     predicted: float
+    rungs: tuple[HMCKernel, ...] = ()
 
     @property
     def is_required(self) -> bool:
@@ -124,8 +126,8 @@ def plan(case: Case, sampler: str | type[Sampler], **options: Any) -> Plan:
       precision nβ h + γ where a row of the pilot is, G the largest factor by which the sampler scales a
       step. Beyond, steps are biased where the loss is not quadratic. A sampler whose steps have a
       first-order bias takes at most the ε at which the law :math:`b\,ε/8\;nβ\,E\,\mathrm{tr}\,∇^2 L` is
-      0.2 % of the value. HMC and MALA: ≤ 1 for all, since trajectories neither enter nor leave a region in
-      which they are unstable.
+      0.2 % of the value. MALA: ≤ 1 for all, since it neither enters nor leaves a region in which it is
+      unstable. HMC takes the step sizes of `devsample.testing.driver.rungs` in turn, at random.
     * A draw is taken as independent after :math:`2/(ε s G a_{min}) + s` steps: a_min the smallest precision
       that there is (γ; in a box :math:`(π/2r)^2`), s the sampler's speed. HMC: trajectories of 1.5/√a_min.
     * One draw has the relative standard deviation 1/√λ, so 0.35 % takes 1/(λ 0.0035²) draws.
@@ -139,26 +141,41 @@ def plan(case: Case, sampler: str | type[Sampler], **options: Any) -> Plan:
     given = {"nbeta": case.nbeta, "localization": case.gamma, "bounding_box_size": case.box} | options
     trial = kind.kernel(lr=1.0, **given)
     lr = min(STEP / found.typical, LARGEST_STEP / found.largest) / trial.scale
+    draws = 1 / (max(_size(case), 0.05) * TARGET_SE**2)
     if trial.full_data:
-        lr = 1 / found.largest
+        rows = max(_FEWEST_ROWS, int(min(len(found.position), draws / 4)))
+        scales = (found.typical, found.largest, found.trace, slowest)
+        return _reference_plan(case, name, kind, given | {"adapt": False}, rows, draws, scales)
     if trial.step_bias:
         law = trial.step_bias * trial.scale * found.trace / 8
         lr = min(lr, STEP_BIAS * abs(case.expected) / law)
-    draws = 1 / (max(_size(case), 0.05) * TARGET_SE**2)
     rows = int(min(_ENTRIES / case.num_parameters, _ROWS, draws / _DRAWS_PER_ROW))
     rows = max(_FEWEST_ROWS, rows)
-    if isinstance(trial, ReferenceKernel):
-        given["adapt"], length = False, 1  # the rule's step, not one that fits where a row is at first
-        if isinstance(trial, HMCKernel):
-            length = max(1, math.ceil(1.5 / math.sqrt(lr * slowest)))
-            given["num_leapfrog_steps"] = length
-        rows = max(_FEWEST_ROWS, int(min(len(found.position), draws / 4)))
-        kernel = kind.kernel(lr=lr, **given)
-        step = max(2.0, 2 / (length**2 * lr * slowest))
-        return Plan(case, name, kernel, rows, math.ceil(4 * step), 1.2 * draws * step * length)
     kernel = kind.kernel(lr=lr, **given)
     relaxation = 2 / (lr * kernel.speed * trial.scale * slowest) + kernel.speed
     return Plan(case, name, kernel, rows, math.ceil(relaxation), 1.2 * draws * relaxation)
+
+
+def _reference_plan(
+    case: Case,
+    name: str,
+    kind: type[Sampler],
+    given: dict[str, Any],
+    rows: int,
+    draws: float,
+    scales: tuple[float, float, float, float],
+) -> Plan:
+    """MALA at the smallest of the rungs; HMC at all of them, so long that each is taken."""
+    steps, make = rungs(*scales), kind.kernel
+    kernel = make(lr=steps[-1][0], **given)
+    if not isinstance(kernel, HMCKernel):
+        relaxation = max(2.0, 2 / (steps[-1][0] * scales[-1]))
+        return Plan(case, name, kernel, rows, math.ceil(4 * relaxation), 1.2 * draws * relaxation)
+    kernels = tuple(dataclasses.replace(kernel, lr=lr, num_leapfrog_steps=length) for lr, length in steps)
+    shares = sum(1 / length for _, length in steps)
+    rarest = steps[-1][1] * shares
+    cost = 1.2 * draws * 2 * len(steps) / shares
+    return Plan(case, name, kernels[0], rows, math.ceil(3 * rarest), cost, kernels)
 
 
 def run(plan: Plan, *, most: float | None = None, control: Callable[[Drive], None] | None = None) -> Outcome:
@@ -178,7 +195,7 @@ def run(plan: Plan, *, most: float | None = None, control: Callable[[Drive], Non
     case = plan.case
     found = ensemble(case.name)
     position = found.position[: plan.rows]
-    drive = Drive(case.potential, plan.kernel, position, seed=_SEED + 1)
+    drive = Drive(case.potential, plan.kernel, position, seed=_SEED + 1, rungs=plan.rungs)
     if control is not None:
         control(drive)
     burnin = plan.round if plan.kernel.full_data else max(plan.round // 4, _SHORTEST_BURNIN)

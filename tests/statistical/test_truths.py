@@ -19,6 +19,7 @@ SELECTION = [
     ("rrr_3_1_4_zero_nb1000", "SGHMC"),
     ("rrr_5_2_4_zero_nb1000", "SGNHT"),
     ("rrr_4_1_3_rank1_nb100", "HMC"),
+    ("crossing_12_nb100", "HMC"),  # rare rows a hundred times as stiff as most
     ("tanh_H1_nb100", "HMC"),
 ]
 
