@@ -23,6 +23,7 @@ Gradient = Callable[[torch.Tensor, int], torch.Tensor]
 _PILOT_ROWS = 512
 _SETTLED = 1.5  # growth of the largest precision below which a round of the pilot changes little
 _MOST_LEAPFROGS = 500
+_SMALL_NBETA, _HEATING, _ROUNDS_PER_STAGE = 100.0, 4.0, 8
 _RUNG = 4.0  # between the step sizes ε of two rungs
 
 
@@ -179,44 +180,54 @@ def settle(
 ) -> Ensemble:
     """Bring rows from w* to the posterior by HMC, and measure its scales on the way.
 
-    The rows start as w* + s z, with s such that none has more energy than a draw is likely to have. A round
-    is a trajectory at each of `rungs`, 1.5/√γ long (half the box where γ = 0) but of 500 steps at most. It
-    ends after 12 rounds in which the largest precision that any row has met has not grown by half, 48 at
-    most.
+    The rows start as w* + s z, with s such that none has more energy than a draw is likely to have, at a
+    small nβ, which grows fourfold every eight rounds: where the loss is singular, valleys meet in points
+    that are wide at small nβ only. At the end there are 12 rounds in which the largest precision that any
+    row has met has not grown by half, 48 at most.
     """
     generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    size, center = potential.num_parameters, potential.center.double()
-    z = normal(rows, size)
-    position = center + _spread(potential, z, nbeta, gamma, box) * z
-    scales, full = _Scales(potential, nbeta, gamma), _Full(potential)
-    scales.look_at(position)
-    gradients, calm, number = 0, 0, 0
+    stages = math.floor(max(0.0, math.log(nbeta / _SMALL_NBETA)) / math.log(_HEATING))
+    scales = [_Scales(potential, nbeta / _HEATING ** (stages - n), gamma) for n in range(stages + 1)]
+    z = torch.randn(rows, potential.num_parameters, generator=generator, dtype=torch.float64)
+    position = potential.center.double() + _spread(potential, z, scales[0].nbeta, gamma, box) * z
+    gradients = 0
+    for stage in scales[:-1]:
+        for _ in range(_ROUNDS_PER_STAGE):
+            gradients += _round(position, stage, box, generator)
+    last, calm, number = scales[-1], 0, 0
+    last.look_at(position)
     while calm < rounds and number < 4 * rounds:
-        before = scales.largest
-        slowest = gamma or (4 / box**2 if box else scales.largest / size)
-        for lr, length in rungs(scales.typical(position), before, scales.trace(position), slowest):
-            kernel = HMCKernel(
-                lr=lr,
-                num_leapfrog_steps=min(length, _MOST_LEAPFROGS),
-                nbeta=nbeta,
-                localization=gamma,
-                bounding_box_size=box,
-                adapt=False,
-            )
-            uniform = torch.rand(rows, 2, generator=generator, dtype=torch.float64)
-            buffers = kernel.start(position, full)
-            kernel.transition(position, center, normal(rows, size), uniform, full, buffers)
-            gradients += rows * kernel.num_gradients
-        calm = calm + 1 if scales.look_at(position) <= _SETTLED * before else 0
+        before = last.largest
+        gradients += _round(position, last, box, generator)
+        calm = calm + 1 if last.largest <= _SETTLED * before else 0
         number += 1
     value = float(potential(position).mean()) * nbeta
-    return Ensemble(
-        position, scales.largest, scales.typical(position), scales.trace(position), value, gradients
-    )
+    return Ensemble(position, last.largest, last.typical(position), last.trace(position), value, gradients)
+
+
+def _round(position: torch.Tensor, scales: _Scales, box: float | None, generator: torch.Generator) -> int:
+    """A trajectory at each rung, in place, cut short at rare rungs; returns the gradients it took."""
+    potential, gamma = scales.potential, scales.gamma
+    full, (rows, size) = _Full(potential), position.shape
+    largest = scales.look_at(position)
+    slowest = gamma or (4 / box**2 if box else largest / size)
+    ladder = rungs(scales.typical(position), largest, scales.trace(position), slowest)
+    most = max(_MOST_LEAPFROGS, ladder[0][1])
+    for lr, length in ladder:
+        kernel = HMCKernel(
+            lr=lr,
+            num_leapfrog_steps=min(length, most),
+            nbeta=scales.nbeta,
+            localization=gamma,
+            bounding_box_size=box,
+            adapt=False,
+        )
+        noise = torch.randn(rows, size, generator=generator, dtype=torch.float64)
+        uniform = torch.rand(rows, 2, generator=generator, dtype=torch.float64)
+        buffers = kernel.start(position, full)
+        kernel.transition(position, potential.center.double(), noise, uniform, full, buffers)
+    scales.look_at(position)
+    return rows * sum(min(length, most) for _, length in ladder)
 
 
 def rungs(typical: float, largest: float, trace: float, slowest: float) -> list[tuple[float, int]]:
@@ -227,7 +238,7 @@ def rungs(typical: float, largest: float, trace: float, slowest: float) -> list[
     any mixture of them leaves the law as it is. ε is `_leapfrog_lr` and falls by quarters; a trajectory is
     1.5/√(slowest precision) long.
     """
-    number = math.ceil(math.log(max(1.0, largest / typical)) / math.log(_RUNG) - 1e-9)
+    number = math.floor(math.log(max(1.0, largest / typical)) / math.log(_RUNG))
     steps = []
     for rung in range(number + 1):
         lr = _leapfrog_lr(largest / _RUNG ** (number - rung), trace)

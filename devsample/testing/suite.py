@@ -33,6 +33,7 @@ _FEWEST_ROWS, _ROWS, _ENTRIES = 64, 512, 4096  # chains side by side, and their 
 _DRAWS_PER_ROW = 16  # independent draws that each row must make itself
 _DRAWS_PER_ROUND, _LOOK_EVERY = 64, 8
 _SHORTEST_BURNIN = 2000  # steps: time for a preconditioner or a thermostat to adapt
+_FEWEST_TRANSITIONS = 40  # of HMC before the first draw
 _SEED = 20240917
 
 
@@ -175,7 +176,7 @@ def _reference_plan(
     shares = sum(1 / length for _, length in steps)
     rarest = steps[-1][1] * shares
     cost = 1.2 * draws * 2 * len(steps) / shares
-    return Plan(case, name, kernels[0], rows, math.ceil(3 * rarest), cost, kernels)
+    return Plan(case, name, kernels[0], rows, max(_FEWEST_TRANSITIONS, math.ceil(3 * rarest)), cost, kernels)
 
 
 def run(plan: Plan, *, most: float | None = None, control: Callable[[Drive], None] | None = None) -> Outcome:
