@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from devsample import errors, plots, samplers, testing
+    from devsample import errors, observables, plots, samplers, testing
     from devsample.data.spec import LoaderSpec
     from devsample.estimate import (
         estimate_learning_coeff,
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from devsample.losses import nbeta_for
     from devsample.results import LLCResult
     from devsample.samplers import HMC, MALA, SGHMC, SGLD, SGNHT, AdamSGLD, RMSPropSGLD
+    from devsample.specs import Precision
 
 __version__ = "0.1.0.dev0"
 
@@ -31,11 +32,13 @@ __all__ = [
     "AdamSGLD",
     "LLCResult",
     "LoaderSpec",
+    "Precision",
     "RMSPropSGLD",
     "errors",
     "estimate_learning_coeff",
     "estimate_learning_coeff_with_summary",
     "nbeta_for",
+    "observables",
     "plots",
     "sample",
     "samplers",
@@ -49,6 +52,7 @@ _HOMES = {
     "sample": "devsample.estimate",
     "nbeta_for": "devsample.losses",
     "LLCResult": "devsample.results",
+    "Precision": "devsample.specs",
 }
 
 

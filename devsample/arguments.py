@@ -26,11 +26,11 @@ from devsample.executors.devices import slot_devices
 from devsample.flat import resolve_masks
 from devsample.losses import resolve_evaluate
 from devsample.machine import available_cores
-from devsample.observables import check_observables
+from devsample.observables import check_observables, columns_of
 from devsample.payload import Parts, home_device, unwrap
 from devsample.samplers import Sampler
 from devsample.seeds import check_seed, fresh_seed
-from devsample.specs import DECIDED_LATER, RunSpec, SamplerSpec, sampler_spec
+from devsample.specs import DECIDED_LATER, Precision, RunSpec, SamplerSpec, sampler_spec
 from devsample.types import Executor
 
 _COUNTS = {
@@ -40,7 +40,7 @@ _COUNTS = {
     "num_steps_bw_draws": 1,
     "grad_accum_steps": 1,
 }
-_LATER = {"until": None, "timeout": None, "compile": False}
+_LATER = {"timeout": None, "compile": False}
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,7 @@ class Plan:
         run_dir: where the run folder goes, or None for a temporary one.
         cores: what ``cores`` came to.
         seeds: seed of each chain, where each has its own.
+        until: the precision that is asked for, if any.
     """
 
     model: torch.nn.Module
@@ -116,6 +117,7 @@ class Plan:
     online: bool
     cores: int
     seeds: tuple[int, ...] | None
+    until: Precision | None = None
 
 
 def make_plan(given: Arguments) -> Plan:
@@ -131,7 +133,8 @@ def make_plan(given: Arguments) -> Plan:
             )
     model = _check_model(given.model)
     sampler = sampler_spec(given.sampling_method, given.optimizer_kwargs)
-    run = _run_spec(given, sampler)
+    observables = check_observables(given.observables, sampler.kernel(**DECIDED_LATER))
+    run = _run_spec(given, sampler, tuple(name for name, _ in columns_of(observables)))
     slots = slot_devices(
         given.cores, given.device, given.gpu_idxs, given.devices, home_device(model), run.num_chains
     )
@@ -141,7 +144,8 @@ def make_plan(given: Arguments) -> Plan:
     loader_spec = _loader_spec(given)
     if in_processes or loader_spec.num_workers > 0:
         _check_may_have_children()
-    parts = Parts(loader_spec, resolve_evaluate(given.evaluate), callbacks, sampler, run, masks)
+    evaluate = resolve_evaluate(given.evaluate)
+    parts = Parts(loader_spec, evaluate, callbacks, sampler, run, masks, observables)
     if given.on_failure not in ("retry", "keep", "raise"):
         raise InvalidArgumentError(
             f'on_failure: expected "retry", "keep" or "raise", got {given.on_failure!r}.'
@@ -164,7 +168,28 @@ def make_plan(given: Arguments) -> Plan:
         online=bool(given.online),
         cores=len(slots),
         seeds=run.seed if isinstance(run.seed, tuple) else None,
+        until=_check_until(given.until, parts, in_processes),
     )
+
+
+def _check_until(until: object, parts: Parts, in_processes: bool) -> Precision | None:
+    if until is None:
+        return None
+    if not isinstance(until, Precision):
+        raise InvalidArgumentError(f"until: expected devsample.Precision(...) or None, got {until!r}.")
+    if until.max_draws < parts.run.num_draws:
+        raise InvalidArgumentError(
+            f"until, num_draws: max_draws={until.max_draws} is less than num_draws={parts.run.num_draws}, "
+            "the draws of the first round; lower num_draws."
+        )
+    if not issubclass(parts.sampler.kind, Sampler):
+        raise InvalidArgumentError(f"until: {parts.sampler.kind.__name__} samples nothing; take a sampler.")
+    if parts.callbacks and in_processes:
+        raise InvalidArgumentError(
+            "until, callbacks: the state of callbacks does not go from one round to the next in other "
+            "processes; take on_records or observables, or cores=1."
+        )
+    return until
 
 
 def _check_may_have_children() -> None:
@@ -185,7 +210,7 @@ def _check_model(model: object) -> torch.nn.Module:
     return model
 
 
-def _run_spec(given: Arguments, sampler: SamplerSpec) -> RunSpec:
+def _run_spec(given: Arguments, sampler: SamplerSpec, observables: tuple[str, ...]) -> RunSpec:
     counts = {name: check_integer(name, getattr(given, name), least) for name, least in _COUNTS.items()}
     if given.start not in ("center", "prior"):
         raise InvalidArgumentError(f'start: expected "center" or "prior", got {given.start!r}.')
@@ -206,7 +231,7 @@ def _run_spec(given: Arguments, sampler: SamplerSpec) -> RunSpec:
         autocast_dtype=_autocast(given),
         auto=auto,
         group_size=check_integer("chains_per_process", group, 1),
-        observables=check_observables(given.observables, sampler.kernel(**DECIDED_LATER)),
+        observables=observables,
     )
 
 

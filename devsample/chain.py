@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from devsample.checkpoints import save_checkpoint
+from devsample.checkpoints import Checkpoint, save_checkpoint
 from devsample.data.generators import seed_global_generators
 from devsample.data.loader import ChainLoader
 from devsample.data.worker import BatchRequest
 from devsample.fulldata import FullData, Potential, Served
 from devsample.objective import Batch, Objective
-from devsample.observables import Observer, record_type
-from devsample.records import RecordWriter
+from devsample.observables import record_type
+from devsample.observing.draws import AtDraw, DrawObserver, Setting
+from devsample.observing.sources import Sources
 from devsample.samplers import Kernel
 from devsample.samplers.foreign import ForeignKernel, OptimizerRows
 from devsample.samplers.reference import ReferenceKernel
+from devsample.schedule import Row, Schedule, take
 from devsample.seeds import ChainKey, NormalBlocks, Role, stream_seed
 from devsample.specs import Prepared, RunSpec
 from devsample.stacked import RowByRow, Stacked, quiet
@@ -38,48 +40,11 @@ RECORD = record_type(())
 OnDraw = Callable[..., None]
 
 
-@dataclass
-class Row:
-    """One chain of a group: where its records go and how it fares."""
+class _Own(NamedTuple):
+    """The batches of a step's gradient, and the losses on them, shape (K,)."""
 
-    chain: int
-    key: ChainKey
-    folder: Path
-    writer: RecordWriter
-    draws: int = 0
-    diverged_at: int | None = None
-    note: str = ""
-
-    @property
-    def alive(self) -> bool:
-        """Whether its loss has stayed finite."""
-        return self.diverged_at is None
-
-
-@dataclass
-class Schedule:
-    """Which steps are drawn: the last of every ``num_steps_bw_draws`` after burn-in."""
-
-    burnin: int
-    between: int
-    draws: int
-    total: int = field(init=False)
-    freeze: int = field(init=False)  # steps after which the sampler no longer adapts
-
-    def __post_init__(self) -> None:
-        self.total = self.burnin + self.between * self.draws
-        self.freeze = math.ceil(self.burnin / 2)  # the rest of burn-in forgets what it was before
-
-    def draw(self, step: int) -> int | None:
-        """The number of the draw recorded at ``step`` (before its update), or None."""
-        after = step - self.burnin + 1
-        if after < 1 or after % self.between:
-            return None
-        return after // self.between - 1
-
-    def steps_of(self, draws: np.ndarray) -> np.ndarray:
-        """The step at which each draw is recorded."""
-        return self.burnin + (draws + 1) * self.between - 1
+    batches: list[list[Batch]]
+    losses: torch.Tensor
 
 
 class Group:
@@ -94,8 +59,12 @@ class Group:
         prepared: what was decided from the data.
         center: w*, shape (P,).
         full: the data set as an earlier group has read it, if the sampler needs all of it.
+        observables: what to record besides the losses.
+        sources: the data of observables.
         on_draw: called with the record of each draw, or None.
         emit: where progress goes.
+        draws: that each chain is to have at the end.
+        resumed: states, one a row, from which the chains go on; empty: from their start.
     """
 
     def __init__(
@@ -109,13 +78,18 @@ class Group:
         center: torch.Tensor,
         *,
         full: FullData | None,
+        observables: Sequence[Any],
+        sources: Sources,
         on_draw: OnDraw | None,
         emit: Emit,
+        draws: int | None = None,
+        resumed: Sequence[Checkpoint] = (),
     ) -> None:
         self.rows, self.objective, self._loader = rows, objective, loader
         self.kernel, self._run, self._prepared = kernel, run, prepared
         self._on_draw, self._emit = on_draw, emit
-        self.schedule = Schedule(prepared.num_burnin_steps, run.num_steps_bw_draws, run.num_draws)
+        draws = run.num_draws if draws is None else draws
+        self.schedule = Schedule(prepared.num_burnin_steps, run.num_steps_bw_draws, draws)
         self.center = center
         keys = [row.key for row in rows]
         self.position = self._start(keys)
@@ -127,9 +101,6 @@ class Group:
             self._optimizers = OptimizerRows(kernel, self.position, center, objective.flat.segments)
         exact = torch.float64 if center.device.type != "mps" else torch.float32
         self._losses = torch.zeros((FLUSH_DRAWS, 2, len(rows)), dtype=exact, device=center.device)
-        self._observer = Observer(run.observables, kernel, center)
-        shape = (FLUSH_DRAWS, len(self._observer), len(rows))
-        self._observed = torch.zeros(shape, dtype=exact, device=center.device)
         self._pending = 0
         self._flushed = 0
         self._last_flush = self._last_checkpoint = time.monotonic()
@@ -138,6 +109,20 @@ class Group:
         self.full = full
         anchored = getattr(kernel, "control_variate", False)
         self._needs_all = kernel.full_data or anchored
+        setting = Setting(
+            kernel,
+            center,
+            self.position,
+            keys,
+            self._evaluator,
+            self._noise,
+            objective,
+            sources,
+            prepared.observed,
+        )
+        self._observer = DrawObserver(observables, setting)
+        shape = (FLUSH_DRAWS, self._observer.width, len(rows))
+        self._observed = torch.zeros(shape, dtype=exact, device=center.device)
         self._anchor: RowByRow | None = None
         if anchored:
             self._anchor = self._evaluator(center.expand(len(rows), -1).clone())
@@ -145,6 +130,14 @@ class Group:
         if kernel.full_data:
             self._chances = NormalBlocks(keys, 2, exact, center.device, Role.ACCEPT)
         self.step = 0
+        self._resumed = resumed
+        if resumed:
+            self.step = resumed[0].step
+            for state, one in zip(self.position, resumed, strict=True):
+                state.copy_(one.position)
+            self._flushed = self.schedule.draws_before(self.step)
+            for row in rows:
+                row.draws = self._flushed
 
     def run(self, served: Served) -> None:
         """Make all steps. ``served`` gives the batches of `requests`, in its order."""
@@ -157,7 +150,7 @@ class Group:
     def _make_steps(self, served: Served) -> None:
         self._begin(served)
         move = self._transition if self.kernel.full_data else self._step
-        for step in range(self.schedule.total):
+        for step in range(self.step, self.schedule.total):
             draw = self.schedule.draw(step)
             move(step, draw, served)
             self.step = step + 1
@@ -187,24 +180,31 @@ class Group:
             self._potential = Potential(self._evaluator(scratch), scratch, self.full.batches)
             self._center_losses = self._potential.at_center()
             self._buffers = self.kernel.start(self.position, self._potential)
+        if self._resumed:
+            names = self._resumed[0].buffers
+            self._buffers = {
+                name: torch.stack([one.buffers[name] for one in self._resumed]).to(self.center.device)
+                for name in names
+            }
 
     def _step(self, step: int, draw: int | None, served: Served) -> None:
         """One step of every chain with a gradient of its own batch."""
         batches = self._take_all(served, step, Role.ORDER)
         losses = self._states.losses_and_gradients(self._gradient, batches, step)
         at_center = None if self._anchor is None else self._subtract_center(batches, step)
+        own = _Own(batches, losses)
         if draw is not None:
             if self._separate:  # the gradient's own batch is not one that w_t has not seen
                 batches = self._take_all(served, step, Role.LOSS_ORDER)
                 losses, at_center = self._states.losses(batches, step), None
             self._record(step, draw, losses, batches, at_center)
         if self._optimizers is not None:
-            self._observe(draw, self._gradient, None)
+            self._observe(step, draw, self._gradient, None, own, batches, served)
             self._optimize(step, self._optimizers)
             return
         averaged = self.kernel.noise_kind == "averaged"
         noise = self._noise.averaged(step) if averaged else self._noise.plain(step)
-        self._observe(draw, self._gradient, noise)
+        self._observe(step, draw, self._gradient, noise, own, batches, served)
         self.kernel.step(self.position, self._gradient, self.center, noise, self._buffers)
 
     def _optimize(self, step: int, optimizers: OptimizerRows) -> None:
@@ -218,18 +218,47 @@ class Group:
         kernel, buffers = self.kernel, self._buffers
         assert isinstance(kernel, ReferenceKernel)
         assert self.full is not None
+        everything = [list(self.full.batches)] * len(self.rows)
         if draw is not None:
-            everything = [list(self.full.batches)] * len(self.rows)
             self._record(step, draw, buffers["loss"][:, 0], everything, self._center_losses)
         uniform, noise = torch.special.ndtr(self._chances.plain(step)), self._noise.plain(step)
-        self._observe(draw, buffers["gradient"], noise)
+        own = _Own(everything, buffers["loss"][:, 0])
+        self._observe(step, draw, buffers["gradient"], noise, own, everything, served)
         kernel.transition(self.position, self.center, noise, uniform, self._potential, buffers)
 
-    def _observe(self, draw: int | None, gradient: torch.Tensor, noise: torch.Tensor | None) -> None:
+    def _observe(
+        self,
+        step: int,
+        draw: int | None,
+        gradient: torch.Tensor,
+        noise: torch.Tensor | None,
+        own: _Own,
+        batches: list[list[Batch]],
+        served: Served,
+    ) -> None:
         """Put the observables of a draw into the buffer, before its update."""
-        if draw is not None and len(self._observer):
-            target = self._observed[self._pending]
-            self._observer(target, self.position, gradient, noise, self._buffers)
+        if draw is None or not self._observer.width:
+            return
+        correction = None
+        if self._anchor is not None:
+            assert self.full is not None
+            correction = self.full.gradient - self._center_gradient
+        second = self._take_all(served, step, Role.SECOND_ORDER) if self._observer.second_batch else None
+        recorded = self._losses[self._pending]
+        at = AtDraw(
+            step,
+            draw,
+            self.position,
+            gradient,
+            noise,
+            self._buffers,
+            own.batches,
+            own.losses,
+            second,
+            correction,
+            record=lambda row: self._describe(row, step, draw, recorded[:, row], batches[row]),
+        )
+        self._observer(self._observed[self._pending], at)
 
     def _subtract_center(self, batches: list[list[Batch]], step: int) -> torch.Tensor:
         """Take the control variate g_B(w*) − g(w*) off the gradients; the losses at w* come with it."""
@@ -240,7 +269,7 @@ class Group:
         return losses
 
     def _take_all(self, served: Served, step: int, role: Role) -> list[list[Batch]]:
-        return [_take(served, row.chain, step, role) for row in self.rows]
+        return [take(served, row.chain, step, role) for row in self.rows]
 
     def requests(self) -> Iterator[BatchRequest]:
         """Everything that `run` will take, then the probe steps of each chain."""
@@ -248,13 +277,15 @@ class Group:
             yield from self._loader.full_pass(self._prepared.num_samples)
         if self.kernel.full_data:
             return
-        for step in range(self.schedule.total):
+        roles = [Role.LOSS_ORDER] if self._separate else []  # of what is read at draws
+        roles += [Role.SECOND_ORDER] if self._observer.second_batch else []
+        for step in range(self.step, self.schedule.total):
             for row in self.rows:
                 yield from self._loader.requests(row.chain, step)
             draw = self.schedule.draw(step)
-            if self._separate and draw is not None:
-                for row in self.rows:
-                    yield from self._loader.requests(row.chain, step, Role.LOSS_ORDER, draw=draw)
+            if draw is not None:
+                for role, row in itertools.product(roles, self.rows):
+                    yield from self._loader.requests(row.chain, step, role, draw=draw)
         for row in self.rows:
             for step in range(PROBE_STEPS):
                 yield from self._loader.requests(row.chain, step, Role.PROBE_ORDER)
@@ -323,29 +354,28 @@ class Group:
         if self._on_draw is not None:
             for number in range(len(self.rows)):
                 self._states.go_to(number)
-                self._call_back(number, step, draw, target[:, number], batches[number])
+                self._on_draw(**self._describe(number, step, draw, target[:, number], batches[number]))
 
-    def _call_back(
+    def _describe(
         self, number: int, step: int, draw: int, target: torch.Tensor, batches: list[Batch]
-    ) -> None:
-        assert self._on_draw is not None
-        row = self.rows[number]
+    ) -> dict[str, Any]:
+        """What callbacks and functions are told of a row's draw."""
         loss, baseline = target.tolist()
         data = [one for _, one in batches]
-        self._on_draw(
-            chain=row.chain,
-            draw=draw,
-            step=step,
-            loss=loss,
-            baseline=baseline,
-            llc=self._prepared.nbeta * (loss - baseline),
-            init_loss=self._prepared.init_loss,
-            nbeta=self._prepared.nbeta,
-            model=self.objective.model,
-            optimizer=self.kernel if self._optimizers is None else self._optimizers.optimizers[number],
-            batch=data[0] if len(data) == 1 else data,
-            device=self.center.device,
-        )
+        return {
+            "chain": self.rows[number].chain,
+            "draw": draw,
+            "step": step,
+            "loss": loss,
+            "baseline": baseline,
+            "llc": self._prepared.nbeta * (loss - baseline),
+            "init_loss": self._prepared.init_loss,
+            "nbeta": self._prepared.nbeta,
+            "model": self.objective.model,
+            "optimizer": self.kernel if self._optimizers is None else self._optimizers.optimizers[number],
+            "batch": data[0] if len(data) == 1 else data,
+            "device": self.center.device,
+        }
 
     def _flush_if_due(self, step: int) -> None:
         now = time.monotonic()
@@ -364,25 +394,14 @@ class Group:
     ) -> None:
         bad = np.flatnonzero(~(np.isfinite(loss) & np.isfinite(baseline)))
         count = int(bad[0]) + 1 if len(bad) else len(numbers)  # the first bad draw is kept, as evidence
-        rows = np.zeros(count, record_type(self._run.observables))
+        rows = np.zeros(count, self._observer.record)
         rows["draw"], rows["step"] = numbers[:count], self.schedule.steps_of(numbers[:count])
         rows["loss"], rows["baseline"] = loss[:count], baseline[:count]
         rows["llc"] = self._prepared.nbeta * (rows["loss"] - rows["baseline"])
         if len(bad):
             row.diverged_at = int(rows["step"][-1])
-        for name, values in zip(self._run.observables, observed.T, strict=True):
+        for name, values in self._observer.split(observed):
             rows[name] = values[:count]
         row.writer.append(rows)
         row.draws += count
         self._emit(Event("records", row.chain, int(rows["step"][-1]), rows.tobytes()))
-
-
-def _take(served: Served, chain: int, step: int, role: Role) -> list[Batch]:
-    """The micro-batches of one step, which are the next in line."""
-    batches: list[Batch] = []
-    for request, data in served:
-        assert (request.chain, request.step, request.role) == (chain, step, role), request
-        batches.append((len(request.indices), data))
-        if request.last:
-            return batches
-    raise AssertionError("the loader ended before the chain")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 
@@ -49,3 +51,23 @@ def save_checkpoint(
     temporary = path.with_name(path.name + ".tmp")
     save_file(tensors, temporary, metadata={"step": str(step), "offset": str(offset)})
     os.replace(temporary, path)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state of one chain, as `save_checkpoint` wrote it."""
+
+    position: torch.Tensor
+    buffers: dict[str, torch.Tensor]
+    step: int
+    offset: int
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read what `save_checkpoint` wrote, on the CPU."""
+    prefix = "buffer."
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        metadata = file.metadata()
+    buffers = {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
+    return Checkpoint(tensors["position"], buffers, int(metadata["step"]), int(metadata["offset"]))

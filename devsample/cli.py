@@ -1,4 +1,4 @@
-"""The command line: ``devsample demo``, ``check``, ``doctor`` and ``truths``."""
+"""The command line: ``devsample demo``, ``check``, ``show``, ``doctor`` and ``truths``."""
 
 from __future__ import annotations
 
@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_check(commands)
+    _add_show(commands)
     _add_doctor(commands)
     _add_truths(commands)
     return parser
@@ -174,6 +175,17 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     check.add_argument("--device", default="cpu", help="where batches end up (default: cpu)")
     check.add_argument("--json", action="store_true", help="print the report as JSON")
     check.add_argument("--quiet", action="store_true", help="do not say what is being done")
+
+
+def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    show = commands.add_parser(
+        "show",
+        help="print a saved result",
+        description="Print the summary of a result that LLCResult.save has written. Nothing in it is run.",
+    )
+    show.set_defaults(run=_show)
+    show.add_argument("file", metavar="FILE", type=Path, help="the saved result")
+    show.add_argument("--json", action="store_true", help="print everything but the draws as JSON")
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -265,6 +277,14 @@ def _read_file(target: str) -> dict[str, Any]:
         raise InvalidArgumentError(f"{target} cannot be read: {error}") from error
     table = values.get("loader_spec")
     return table if isinstance(table, dict) else values
+
+
+def _show(options: argparse.Namespace) -> int:
+    from devsample.results import LLCResult
+
+    result = LLCResult.load(options.file)
+    print(json.dumps(result.to_dict(), indent=2) if options.json else result)
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -11,13 +11,15 @@
     ├── LoaderError                            the data set or its loader failed
     │   └── LoaderWorkerError                  ... in one of its worker processes
     ├── RunFolderError                         a run folder or a file in it cannot be used
+    ├── ResultFileError                        a saved result cannot be read or written
     └── RunError                               the run itself failed; carries what was drawn
         ├── ChainProcessError                  a chain process failed or died
         └── AllChainsFailedError               no chain gave a usable trace
 
     DevsampleWarning (UserWarning)
     ├── UnreliableEstimateWarning              the verdict on an estimate is "reject"
-    └── CallbackStateWarning                   a callback's state did not come back from a process
+    ├── CallbackStateWarning                   a callback's state did not come back from a process
+    └── ReportWarning                          what a callback has reported cannot be kept
 
 A message says what is wrong, where (field path, chain, step), why, and what to do.
 All classes can be pickled: they take one message, further values are attributes.
@@ -43,6 +45,8 @@ __all__ = [
     "LoaderWorkerError",
     "ModelError",
     "NotPicklableError",
+    "ReportWarning",
+    "ResultFileError",
     "RunError",
     "RunFolderError",
     "UnreliableEstimateWarning",
@@ -99,6 +103,10 @@ class RunFolderError(DevsampleError):
     """A run folder, or a file in it, cannot be used."""
 
 
+class ResultFileError(DevsampleError):
+    """The file of a saved result is damaged, of another kind or of a newer format, or cannot be written."""
+
+
 class RunError(DevsampleError):
     """A run failed.
 
@@ -135,3 +143,7 @@ class LargePayloadWarning(DevsampleWarning):
 
 class CallbackStateWarning(DevsampleWarning):
     """State that a callback built in a chain process could not be brought back."""
+
+
+class ReportWarning(DevsampleWarning):
+    """What a callback has reported cannot be saved, or merged with that of another run; it is named."""

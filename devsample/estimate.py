@@ -15,9 +15,11 @@ import torch
 from devsample.arguments import Arguments, Plan, make_plan
 from devsample.callbacks import gather_results
 from devsample.errors import UnreliableEstimateWarning
+from devsample.provenance import make_provenance, note_origin
 from devsample.results import ChainInfo, LLCResult
 from devsample.running import Finished, carry_out
 from devsample.samplers import SGLD, Sampler, can_freeze
+from devsample.stopping import Stopping
 from devsample.types import ChainOutcome, EvaluateFn, Executor
 
 if TYPE_CHECKING:
@@ -118,10 +120,13 @@ def estimate_learning_coeff_with_summary(
         start: "center": chains start at w*; "prior": at w* + N(0, 1/γ).
         train_mode: leave dropout and batch norm in training mode (else eval mode).
         autocast_dtype: run forward passes under autocast with this dtype.
-        observables: names of what else to record at every draw, in columns of their own: norms
+        observables: what else to record at every draw, in columns of their own: names of norms
             ("gradient_norm", "noise_norm", "localization_norm", "weight_norm", "distance"; another p as
-            in "gradient_norm:1"), products ("gradient_dot_noise"), "acceptance" of HMC and MALA.
-        until: comes with a later version.
+            in "gradient_norm:1"), products ("gradient_dot_noise"), "virial", "full_loss", "second_batch",
+            "mala_acceptance" of SGLD, "acceptance" of HMC and MALA; ``LossOn`` and ``SampleLosses`` of
+            `devsample.observables`; (name, function) or {name: function}.
+        until: ``Precision(se=...)`` or ``Precision(relative=...)``: ``num_draws`` is the first round only,
+            and the chains go on in rounds until the standard error is reached.
         devices: devices of the chain processes, in turn.
         threads_per_chain: CPU threads of a chain process; None: available cores // num_chains,
             at least 1.
@@ -220,13 +225,15 @@ def sample(given: Arguments) -> dict[str, Any]:
         The callbacks' results, and ``"draws"``: the DataFrame of draws.
     """
     plan = make_plan(given)
-    finished = carry_out(plan)
+    finished = carry_out(plan, None if plan.until is None else Stopping(plan.until))
     return gather_results(plan.parts.callbacks) | {"draws": finished.draws}
 
 
 def _estimate(given: Arguments) -> LLCResult:
     plan = make_plan(given)
-    finished = carry_out(plan)
+    origin = note_origin(plan)
+    stopping = None if plan.until is None else Stopping(plan.until)
+    finished = carry_out(plan, stopping)
     prepared = finished.prepared
     at_center = {"gradient_noise": prepared.gradient_noise}
     if prepared.hessian_trace is not None:
@@ -234,12 +241,13 @@ def _estimate(given: Arguments) -> LLCResult:
     return LLCResult.from_run(
         finished.draws,
         [_chain_info(plan, finished.outcomes[chain]) for chain in sorted(finished.outcomes)],
-        _settings(plan, finished),
+        _settings(plan, finished) | ({} if stopping is None else {"until": stopping.settings()}),
         init_loss=prepared.init_loss,
         init_loss_se=prepared.init_loss_se,
         online=plan.online,
         at_center=at_center,
         reports=gather_results(plan.parts.callbacks) | _observed(plan, finished),
+        provenance=make_provenance(origin, plan, finished),
     )
 
 
@@ -248,7 +256,10 @@ def _observed(plan: Plan, finished: Finished) -> dict[str, Any]:
     run, draws = plan.parts.run, finished.draws
     traces = {}
     for name in run.observables:
-        trace = traces[f"{name}/trace"] = np.full((run.num_chains, run.num_draws), np.nan)
+        if name in finished.arrays:
+            traces[f"{name}/trace"] = finished.arrays[name]
+            continue
+        trace = traces[f"{name}/trace"] = np.full((run.num_chains, finished.num_draws), np.nan)
         if name in draws:
             trace[draws["chain"], draws["draw"]] = draws[name]
     return traces
@@ -267,6 +278,8 @@ def _chain_info(plan: Plan, outcome: ChainOutcome) -> ChainInfo:
         steps=outcome.steps,
         gradient_noise=outcome.gradient_noise,
         hessian_trace=outcome.hessian_trace,
+        curvature=outcome.curvature,
+        moved=outcome.moved,
     )
 
 
@@ -285,7 +298,7 @@ def _settings(plan: Plan, finished: Finished) -> dict[str, Any]:
         "samples": issubclass(sampler.kind, Sampler),
         "nbeta_rule": prepared.nbeta_rule,
         "nbeta_batch": prepared.nbeta_batch,
-        "num_draws": run.num_draws,
+        "num_draws": finished.num_draws,
         "num_chains": run.num_chains,
         "num_burnin_steps": prepared.num_burnin_steps,
         "num_steps_bw_draws": run.num_steps_bw_draws,
@@ -296,6 +309,9 @@ def _settings(plan: Plan, finished: Finished) -> dict[str, Any]:
         "baseline": run.baseline,
         "start": run.start,
         "train_mode": run.train_mode,
+        "in_training": prepared.in_training,
+        "weights_dtype": prepared.weights_dtype,
+        "autocast_dtype": None if run.autocast_dtype is None else str(run.autocast_dtype),
         "seed": run.seed,
         "cores": plan.cores,
         "threads_per_chain": plan.threads,
@@ -306,5 +322,6 @@ def _settings(plan: Plan, finished: Finished) -> dict[str, Any]:
         "run_dir": str(finished.run_dir) if finished.run_dir is not None else None,
         "num_moving_parameters": prepared.num_moving,
         "unused_parameters": prepared.unused,
+        "observables": prepared.observed,
         "seconds": finished.seconds,
     }

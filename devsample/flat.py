@@ -103,6 +103,14 @@ class FlatParameters:
             self._pieces = (gradient.data_ptr(), views)
         return self._pieces[1]
 
+    def share_moved(self, center: torch.Tensor, position: torch.Tensor) -> float:
+        """Share of the moving entries whose value, in the parameter's own dtype, differs from ``center``."""
+        moved = 0
+        for one in self.segments:
+            dtype, part = one.parameter.dtype, slice(one.start, one.stop)
+            moved += int((center[part].to(dtype) != position[part].to(dtype)).sum())
+        return moved / self.size
+
     def names(self) -> list[str]:
         """Names of the moving parameters, in the order of the vector."""
         return [one.name for one in self.segments]

@@ -39,6 +39,16 @@ def read_loss(output: Any) -> torch.Tensor:
     Raises:
         EvaluateError: there is no loss in it.
     """
+    loss = find_loss(output)
+    return loss if loss.ndim == 0 else loss.mean()
+
+
+def find_loss(output: Any) -> torch.Tensor:
+    """The loss that is in what ``evaluate`` returned, of any shape; see `read_loss`.
+
+    Raises:
+        EvaluateError: there is none.
+    """
     loss = output
     if isinstance(loss, Mapping) and "loss" in loss:
         loss = loss["loss"]
@@ -52,7 +62,7 @@ def read_loss(output: Any) -> torch.Tensor:
             '(loss, ...), {"loss": ...} or an object with .loss. '
             "Without evaluate, the model itself must return one of these."
         )
-    return loss if loss.ndim == 0 else loss.mean()
+    return loss
 
 
 def nbeta_for(data: int | Sized | Any, rule: NbetaRule = None, *, batch_size: int | None = None) -> float:

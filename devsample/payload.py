@@ -44,6 +44,7 @@ class Parts:
     sampler: SamplerSpec
     run: RunSpec
     masks: Masks
+    observables: tuple[Any, ...] = ()
 
 
 def pack_model(model: torch.nn.Module) -> Packed:
@@ -106,6 +107,7 @@ def pack_parts(parts: Parts) -> dict[str, Packed]:
         "sampler": pack(parts.sampler, "sampling_method", remedy=REMEDY),
         "run": pack(parts.run, "run"),
         "masks": pack(dict(parts.masks), "param_masks"),
+        "observables": pack(parts.observables, "observables", remedy=_FUNCTION_REMEDY),
     }
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from devsample.chain import PROBE_STEPS
 from devsample.data.loader import ChainLoader
@@ -64,6 +66,7 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
     everything = _objective(setting, setting.masks)
     random_evaluate = _try_evaluate(everything, steps, setting.key)
     everything.seeded = random_evaluate
+    in_training = _in_training(setting.model, random_evaluate)
     everything.needs_grad = _needs_grad(everything, steps[0], setting.key)
     init_loss, init_loss_se = _center_loss(everything, served, setting, loader.reads_all(count))
     everything.reset_buffers()
@@ -93,6 +96,8 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
         needs_grad=objective.needs_grad,
         check_loss=check_loss,
         not_stackable=not_stackable,
+        in_training=in_training,
+        weights_dtype=", ".join(sorted({str(one.parameter.dtype)[6:] for one in objective.flat.segments})),
         **decided,
     )
     return prepared, steps[0][0][1]
@@ -135,6 +140,18 @@ def _try_evaluate(objective: Objective, steps: Sequence[Sequence[Batch]], key: C
                 "Check the weights and evaluate(model, batch)."
             )
     return random_evaluate
+
+
+def _in_training(model: torch.nn.Module, random_evaluate: bool) -> tuple[str, ...]:
+    """What ``evaluate``, which has just run, has left in training mode, or set to it itself."""
+    training = [module for module in model.modules() if module.training]
+    found = []
+    dropout = any(isinstance(one, _DropoutNd) and one.p > 0 for one in training)
+    if random_evaluate and (dropout or model.training):
+        found.append("dropout")
+    if any(isinstance(one, _BatchNorm) for one in training):
+        found.append("batch norm")
+    return tuple(found)
 
 
 def _needs_grad(objective: Objective, batches: Sequence[Batch], key: ChainKey) -> bool:

@@ -63,16 +63,18 @@ class Probe:
             )
         return sum(values) / len(values)
 
-    def largest_curvature(self, position: torch.Tensor) -> float:
-        """|h| of the Hessian's largest eigenvalue in size, by power iteration over all steps."""
+    def largest_curvature(
+        self, position: torch.Tensor, *, iterations: int = _ITERATIONS, steps: int | None = None
+    ) -> float:
+        """|h| of the Hessian's largest eigenvalue in size, by power iteration over this many steps."""
         direction = self._normals.plain(0)[0].clone()
-        value = 0.0
-        for _ in range(_ITERATIONS):
+        value, used = 0.0, range(min(steps or len(self._steps), len(self._steps)))
+        for _ in range(iterations):
             norm = math.sqrt(squared_norm(direction))
             if not 0 < norm < math.inf:
                 break
             direction.div_(norm)
-            image = self._times_hessian(position, direction, range(len(self._steps)))
+            image = self._times_hessian(position, direction, used)
             value = math.sqrt(squared_norm(image))
             direction = image
         return value

@@ -45,16 +45,21 @@ class RecordWriter:
         path: the file; it is started anew.
         chain: the chain's number.
         dtype: structured dtype of a record.
+        offset: go on with the file that is there, from this many bytes on.
     """
 
-    def __init__(self, path: Path, chain: int, dtype: np.dtype) -> None:
+    def __init__(self, path: Path, chain: int, dtype: np.dtype, *, offset: int | None = None) -> None:
         self._dtype = dtype
+        if offset is not None:
+            os.truncate(path, offset)
+            self._file: BinaryIO = path.open("ab")
+            return
         fields = [[name, dtype[name].base.str, list(dtype[name].shape)] for name in dtype.names or ()]
         header = json.dumps({"chain": chain, "fields": fields}).encode()
         new = path.with_name(path.name + ".tmp")
         new.write_bytes(_MAGIC + _LENGTH.pack(len(header)) + header)
         os.replace(new, path)  # a file always has a whole header
-        self._file: BinaryIO = path.open("ab")
+        self._file = path.open("ab")
 
     def append(self, rows: np.ndarray) -> None:
         """Write ``rows`` (structured, 1-d) as one block; they are in the file when this returns."""

@@ -9,10 +9,10 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from devsample.executors.inline import InlineExecutor
 from devsample.executors.processes import ProcessExecutor
 from devsample.executors.progress import Progress
 from devsample.executors.supervisor import supervise
-from devsample.observables import record_type
+from devsample.observables import columns_of, record_type
 from devsample.payload import Skeleton, home_device, pack_model, pack_parts, write_payload
 from devsample.records import read_records
 from devsample.serialize import loads, pack, save_storages
@@ -58,10 +58,30 @@ class Finished:
     seconds: float
     run_dir: Path | None
     retries: list[str] = field(default_factory=list)
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    num_draws: int = 0
 
 
-def carry_out(plan: Plan) -> Finished:
-    """Run all chains of ``plan``; leaves no process and no temporary file behind."""
+class Rounds(Protocol):
+    """Decides after each round of draws whether there is another."""
+
+    def next(self, num_draws: int, traces: Sequence[np.ndarray], seconds: float) -> int | None:
+        """Draws a chain is to have after the next round, or None.
+
+        Args:
+            num_draws: draws that a chain has.
+            traces: llc of the chains that ended well, one array each.
+            seconds: since the run began.
+        """
+
+
+def carry_out(plan: Plan, rounds: Rounds | None = None) -> Finished:
+    """Run all chains of ``plan``; leaves no process and no temporary file behind.
+
+    Args:
+        plan: the run.
+        rounds: whether chains go on after they have their draws; None: they do not.
+    """
     started = time.monotonic()
     with _run_folder(plan) as folder:
         job = _write_inputs(plan, folder)
@@ -74,7 +94,7 @@ def carry_out(plan: Plan) -> Finished:
                 sys.stderr.write(f"{slots}, {workers} loader workers each\n")
             executor.open(job, plan.slots, run.on_event)
             prepared = run.prepare()
-            run.sample(prepared)
+            num_draws = run.sample(prepared, rounds)
         except BaseException:
             executor.cancel()
             raise
@@ -84,6 +104,8 @@ def carry_out(plan: Plan) -> Finished:
         finished = Finished(
             prepared, run.outcomes, draws, time.monotonic() - started, plan.run_dir, run.retries
         )
+        finished.num_draws = num_draws
+        finished.arrays = read_arrays(folder, plan, num_draws)
         _write_manifest(plan, folder, prepared, "complete", run.outcomes)
         _check_outcomes(plan, finished)
         return finished
@@ -96,6 +118,7 @@ class _Run:
         self._plan, self._folder, self._executor = plan, folder, executor
         self._progress: Progress | None = None
         self._said: set[str] = set()
+        self._started = time.monotonic()
         self.outcomes: dict[int, ChainOutcome] = {}
         self.retries: list[str] = []
 
@@ -122,8 +145,8 @@ class _Run:
         _write_manifest(self._plan, self._folder, prepared, "running", {})
         return prepared
 
-    def sample(self, prepared: Prepared) -> None:
-        """Run all chains."""
+    def sample(self, prepared: Prepared, rounds: Rounds | None) -> int:
+        """Run all chains, in one round or several; returns the draws that each was to make."""
         run = self._plan.parts.run
         chains = range(run.num_chains)
         groups = [
@@ -132,13 +155,34 @@ class _Run:
         steps = prepared.num_burnin_steps + run.num_draws * run.num_steps_bw_draws
         with Progress(steps * run.num_chains, self._plan.verbose) as self._progress:
             self._progress.say(_settings_line(prepared))
-            supervise(
-                self._executor,
-                [Task("chains", group) for group in groups],
-                retry=self._plan.on_failure == "retry",
-                on_outcome=self._take,
-                on_retry=self._note_retry,
-            )
+            self._round([Task("chains", group) for group in groups])
+            num_draws = run.num_draws
+            while rounds is not None:
+                more = rounds.next(num_draws, self._traces(), time.monotonic() - self._started)
+                if more is None:
+                    break
+                steps += (more - num_draws) * run.num_steps_bw_draws
+                num_draws = more
+                self._progress.extend(steps * run.num_chains)
+                good = [
+                    tuple(one for one in group if self.outcomes[one].status == "done") for group in groups
+                ]
+                self._round([Task("chains", group, draws=more, resume=True) for group in good if group])
+            return num_draws
+
+    def _round(self, tasks: Sequence[Task]) -> None:
+        supervise(
+            self._executor,
+            tasks,
+            retry=self._plan.on_failure == "retry",
+            on_outcome=self._take,
+            on_retry=self._note_retry,
+        )
+
+    def _traces(self) -> list[np.ndarray]:
+        """The llc of the chains that have ended well so far."""
+        good = [chain for chain, one in sorted(self.outcomes.items()) if one.status == "done"]
+        return [read_records(self._folder / "chains" / str(chain) / "draws.bin")[1]["llc"] for chain in good]
 
     def on_event(self, event: Event) -> None:
         """Progress from a chain."""
@@ -150,7 +194,7 @@ class _Run:
             warnings.warn(event.text, kind, stacklevel=2)
         if event.kind != "records":
             return
-        rows = np.frombuffer(event.rows, record_type(self._plan.parts.run.observables))
+        rows = np.frombuffer(event.rows, record_type(self._plan.parts.observables))
         if self._progress is not None:
             self._progress.draws(rows["llc"])
         if self._plan.on_records is not None:
@@ -158,7 +202,12 @@ class _Run:
 
     def _take(self, outcome: Outcome) -> None:
         for chain in outcome.chains:
-            self.outcomes[chain.chain] = chain
+            before = self.outcomes.get(chain.chain)
+            if before is not None:  # an earlier round
+                seconds = chain.seconds + before.seconds
+                self.outcomes[chain.chain] = dataclasses.replace(chain, seconds=seconds)
+            else:
+                self.outcomes[chain.chain] = chain
             if self._progress is not None:
                 self._progress.advance(chain.chain, chain.steps)
                 if chain.status != "done":
@@ -187,10 +236,25 @@ def read_draws(folder: Path, num_chains: int) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
+def read_arrays(folder: Path, plan: Plan, num_draws: int) -> dict[str, np.ndarray]:
+    """What a run records as arrays, by name: (num_chains, num_draws, ...), NaN where there is nothing."""
+    run, found = plan.parts.run, {}
+    for name, shape in columns_of(plan.parts.observables):
+        if not shape:
+            continue
+        found[name] = np.full((run.num_chains, num_draws, *shape), np.nan)
+        for chain in range(run.num_chains):
+            path = folder / "chains" / str(chain) / "draws.bin"
+            if path.exists():
+                rows = read_records(path)[1]
+                found[name][chain, rows["draw"]] = rows[name]
+    return found
+
+
 def _frame(chain: int, rows: np.ndarray) -> pd.DataFrame:
     import pandas as pd
 
-    columns = {name: rows[name] for name in rows.dtype.names or ()}
+    columns = {name: rows[name] for name in rows.dtype.names or () if rows[name].ndim == 1}
     return pd.DataFrame({"chain": np.full(len(rows), chain, dtype=np.int64), **columns})
 
 

@@ -53,6 +53,8 @@ class Role(enum.IntEnum):
     PILOT = 10
     DATASET = 11
     ACCEPT = 12
+    SECOND_ORDER = 13
+    OBSERVE = 14
 
 
 @dataclass(frozen=True)

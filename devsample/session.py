@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,24 +17,31 @@ import torch
 
 from devsample import ambient
 from devsample.callbacks import Caller, dump_state
-from devsample.chain import PROBE_STEPS, Group, Row
-from devsample.checkpoints import write_json
+from devsample.chain import PROBE_STEPS, Group
+from devsample.checkpoints import Checkpoint, load_checkpoint, write_json
 from devsample.data.loader import ChainLoader
 from devsample.data.worker import BatchRequest
-from devsample.errors import DevsampleError, LoaderError, LoaderWorkerError
+from devsample.errors import LoaderWorkerError
 from devsample.flat import FlatParameters
 from devsample.fulldata import FullData
 from devsample.objective import Objective, preserved_process_state
 from devsample.observables import record_type
+from devsample.observing.center import look_at_center
+from devsample.observing.sources import Sources
+from devsample.outcomes import failed, failed_chain
 from devsample.payload import Parts, PayloadReader, Skeleton, load_model
 from devsample.prepare import Setting, prepare
 from devsample.probes import Probe
 from devsample.records import RecordWriter
+from devsample.samplers import Kernel
+from devsample.schedule import Row
 from devsample.serialize import dumps, short_error
 from devsample.specs import Prepared
 from devsample.types import ChainOutcome, Emit, Event, Job, Outcome, Task
 
 _LARGEST_CHECK_BATCH = 1 << 26
+_CURVATURE_CHAINS = (0, 1)  # whose last states show the largest curvature, in 48 gradients each
+_CURVATURE_ITERATIONS, _CURVATURE_STEPS = 6, 4
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,8 @@ class Session:
                 grad_accum_steps=self._parts.run.grad_accum_steps,
                 device=self._device,
             )
+        spec = self._parts.loader_spec
+        self._sources = Sources(self._parts.observables, spec, self._keys, self._device)
 
     def run(self, task: Task, emit: Emit) -> Outcome:
         """Do one task. Never raises, except for an interrupt from the keyboard."""
@@ -89,6 +97,7 @@ class Session:
     def close(self) -> None:
         """End the loader's workers."""
         self._loader.close()
+        self._sources.close()
 
     def _prepare(self, task: Task) -> Outcome:
         parts = self._parts
@@ -102,8 +111,18 @@ class Session:
             self._loader,
         )
         prepared, batch = prepare(setting)
+        prepared = self._observe_center(prepared, batch)
         write_json(self._job.run_dir / "prepared.json", prepared.to_dict())
         return Outcome(task, prepared=prepared.to_dict() | {"check_batch": _batch_bytes(batch)})
+
+    def _observe_center(self, prepared: Prepared, batch: Any) -> Prepared:
+        """Add what the observables are at w*; what is wrong with them is an error before the first chain."""
+        observables, key = self._parts.observables, self._keys[0]
+        if not observables:
+            return prepared
+        objective, kernel = self._objective(prepared), self._kernel(prepared)
+        found = look_at_center(observables, objective, self._sources, key, prepared, kernel, batch)
+        return dataclasses.replace(prepared, observed=found)
 
     def _run_chains(self, task: Task, emit: Emit) -> Outcome:
         size = self._parts.run.group_size
@@ -114,7 +133,7 @@ class Session:
         outcomes: list[ChainOutcome] = []
         lost = False
         for group in groups:
-            done, error = self._run_group(group, callbacks, task.attempt, emit)
+            done, error = self._run_group(group, callbacks, task, emit)
             outcomes += done
             lost = lost or (isinstance(error, LoaderWorkerError) and error.lost)
         return Outcome(
@@ -125,14 +144,14 @@ class Session:
         )
 
     def _run_group(
-        self, chains: Sequence[int], callbacks: Sequence[Any], attempt: int, emit: Emit
+        self, chains: Sequence[int], callbacks: Sequence[Any], task: Task, emit: Emit
     ) -> tuple[list[ChainOutcome], Exception | None]:
-        started = time.monotonic()
+        started, attempt = time.monotonic(), task.attempt
         group: Group | None = None
         error: Exception | None = None
         noise: dict[int, dict[str, float]] = {}
         try:
-            group = self._group(chains, callbacks, emit)
+            group = self._group(chains, callbacks, task, emit)
             noise = self._draw(group)
         except Exception as caught:
             error = caught
@@ -152,39 +171,65 @@ class Session:
             self._write_outcome(outcome)
         return ended, error
 
-    def _row(self, chain: int) -> Row:
-        folder = self._job.run_dir / "chains" / str(chain)
-        folder.mkdir(parents=True, exist_ok=True)
-        record = record_type(self._parts.run.observables)
-        return Row(chain, self._keys[chain], folder, RecordWriter(folder / "draws.bin", chain, record))
+    def _folder(self, chain: int) -> Path:
+        return self._job.run_dir / "chains" / str(chain)
 
-    def _group(self, chains: Sequence[int], callbacks: Sequence[Any], emit: Emit) -> Group:
+    def _row(self, chain: int, resumed: Checkpoint | None) -> Row:
+        folder = self._folder(chain)
+        folder.mkdir(parents=True, exist_ok=True)
+        record = record_type(self._parts.observables)
+        offset = None if resumed is None else resumed.offset
+        writer = RecordWriter(folder / "draws.bin", chain, record, offset=offset)
+        return Row(chain, self._keys[chain], folder, writer)
+
+    def _checkpoints(self, chains: Sequence[int]) -> list[Checkpoint]:
+        """Where the chains of a group go on: all at the same step, or, if one has no state, at the start."""
+        paths = [self._folder(chain) / "checkpoint.safetensors" for chain in chains]
+        if not all(path.exists() for path in paths):
+            return []
+        found = [load_checkpoint(path) for path in paths]
+        return found if len({one.step for one in found}) == 1 else []
+
+    def _group(self, chains: Sequence[int], callbacks: Sequence[Any], task: Task, emit: Emit) -> Group:
         parts, prepared = self._parts, self._read_prepared()
         self._not_stackable = prepared.not_stackable
-        flat = FlatParameters(self._model, {name: parts.masks[name] for name in prepared.moving})
-        objective = Objective(
-            self._model,
-            parts.evaluate,
-            flat,
-            train_mode=parts.run.train_mode,
-            autocast_dtype=parts.run.autocast_dtype,
-            seeded=prepared.uses_randomness,
-            needs_grad=prepared.needs_grad,
-        )
-        rows = [self._row(chain) for chain in chains]
+        objective = self._objective(prepared)
+        resumed = self._checkpoints(chains) if task.resume else []
+        rows = [self._row(chain, resumed[number] if resumed else None) for number, chain in enumerate(chains)]
         for row in rows:
             emit(Event("started", row.chain, device=self._name))
         return Group(
             rows,
             objective,
             self._loader,
-            parts.sampler.kernel(lr=prepared.lr, nbeta=prepared.nbeta, localization=prepared.localization),
+            self._kernel(prepared),
             parts.run,
             prepared,
-            flat.read(),
+            objective.flat.read(),
             full=self._full,
+            observables=parts.observables,
+            sources=self._sources,
             on_draw=Caller(callbacks) if callbacks else None,
             emit=emit,
+            draws=task.draws,
+            resumed=resumed,
+        )
+
+    def _kernel(self, prepared: Prepared) -> Kernel:
+        return self._parts.sampler.kernel(
+            lr=prepared.lr, nbeta=prepared.nbeta, localization=prepared.localization
+        )
+
+    def _objective(self, prepared: Prepared) -> Objective:
+        parts = self._parts
+        return Objective(
+            self._model,
+            parts.evaluate,
+            FlatParameters(self._model, {name: parts.masks[name] for name in prepared.moving}),
+            train_mode=parts.run.train_mode,
+            autocast_dtype=parts.run.autocast_dtype,
+            seeded=prepared.uses_randomness,
+            needs_grad=prepared.needs_grad,
         )
 
     def _draw(self, group: Group) -> dict[int, dict[str, float]]:
@@ -205,9 +250,13 @@ class Session:
             group.objective.reset_buffers()
 
     def _probe(self, group: Group, served: Any) -> dict[int, dict[str, float]]:
-        """Gradient noise and, if the steps have a bias, tr H at each chain's last state."""
+        """Gradient noise, curvature and, if the steps have a bias, tr H at each chain's last state."""
+        moved = {
+            row.chain: group.objective.flat.share_moved(group.center, position)
+            for row, position in zip(group.rows, group.position, strict=True)
+        }
         if group.kernel.full_data:
-            return {row.chain: {"gradient_noise": 0.0} for row in group.rows}
+            return {chain: {"gradient_noise": 0.0, "moved": share} for chain, share in moved.items()}
         anchor = group.center if getattr(group.kernel, "control_variate", False) else None
         found: dict[int, dict[str, float]] = {}
         for number, row in enumerate(group.rows):
@@ -218,9 +267,16 @@ class Session:
                     request, data = next(served)
                     step.append((len(request.indices), data))
             probe = Probe(group.objective, steps, row.key)
-            found[row.chain] = {"gradient_noise": probe.gradient_noise(group.position[number], anchor)}
+            found[row.chain] = {
+                "gradient_noise": probe.gradient_noise(group.position[number], anchor),
+                "moved": moved[row.chain],
+            }
             if group.kernel.step_bias:
                 found[row.chain]["hessian_trace"] = probe.hessian_trace(group.position[number])
+            if row.chain in _CURVATURE_CHAINS:
+                found[row.chain]["curvature"] = probe.largest_curvature(
+                    group.position[number], iterations=_CURVATURE_ITERATIONS, steps=_CURVATURE_STEPS
+                )
         return found
 
     def _read_prepared(self) -> Prepared:
@@ -252,6 +308,8 @@ class Session:
                 message=row.note,
                 gradient_noise=noise.get("gradient_noise"),
                 hessian_trace=noise.get("hessian_trace"),
+                curvature=noise.get("curvature"),
+                moved=noise.get("moved"),
             )
         return dataclasses.replace(
             base,
@@ -263,7 +321,7 @@ class Session:
         )
 
     def _write_outcome(self, outcome: ChainOutcome) -> None:
-        folder = self._job.run_dir / "chains" / str(outcome.chain)
+        folder = self._folder(outcome.chain)
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / "outcome.json", dataclasses.asdict(outcome))
@@ -324,44 +382,6 @@ def _plain_mode(device: torch.device) -> Iterator[None]:
     on_cpu = torch.device("cpu") if elsewhere else contextlib.nullcontext()
     with torch.inference_mode(False), torch.enable_grad(), on_cpu, no_autocast:
         yield
-
-
-def failed(task: Task, error: Exception) -> Outcome:
-    """The outcome of a task that failed as a whole."""
-    return Outcome(
-        task,
-        tuple(failed_chain(chain, error, task.attempt) for chain in task.chains),
-        error=str(error) if isinstance(error, DevsampleError) else short_error(error),
-        error_type=type(error).__name__,
-        traceback=_root_traceback(error),
-        retryable=isinstance(error, LoaderWorkerError) and error.lost,
-    )
-
-
-def _root_traceback(error: BaseException) -> str:
-    """The traceback of the first cause, from where it left this package's code."""
-    if isinstance(error, LoaderError) and (error.__cause__ is None or isinstance(error, LoaderWorkerError)):
-        return ""  # the message says where, and what the data set's own code raised
-    while error.__cause__ is not None:
-        error = error.__cause__
-    package = str(Path(__file__).parent)
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(package):
-        trace = trace.tb_next
-    if trace is None and isinstance(error, DevsampleError):
-        return ""  # the message says it all
-    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__, chain=False))
-
-
-def failed_chain(chain: int, error: Exception, attempt: int) -> ChainOutcome:
-    """The outcome of a chain that failed with ``error``."""
-    return ChainOutcome(
-        chain,
-        "failed",
-        attempt=attempt,
-        message=f"{type(error).__name__}: {error}",
-        traceback=_root_traceback(error),
-    )
 
 
 def _batch_bytes(batch: Any) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import numpy as np
@@ -54,9 +55,53 @@ class SamplerSpec:
         return dict(self.options) | {"lr": lr, "nbeta": nbeta, "localization": localization}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """A standard error to be reached: chains go on in rounds until they have it.
+
+    Args:
+        se: the standard error, absolute, > 0.
+        relative: the standard error relative to the estimate, > 0. With both, both are to be reached.
+        max_draws: draws a chain may make at most.
+        max_seconds: seconds after which no further round starts; a round is planned to end by then.
+
+    Examples:
+        >>> Precision(relative=0.02, max_draws=10_000).goal(-50.0)
+        1.0
+    """
+
+    se: float | None = None
+    relative: float | None = None
+    max_draws: int = 100_000
+    max_seconds: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.se is None and self.relative is None:
+            raise InvalidArgumentError("until: give Precision(se=...) or Precision(relative=...).")
+        for name in ("se", "relative", "max_seconds", "max_draws"):
+            value = getattr(self, name)
+            if value is None and name in ("se", "relative"):
+                continue
+            number = isinstance(value, Real) and not isinstance(value, bool)
+            if not number or not value > 0 or (math.isinf(value) and name != "max_seconds"):
+                raise InvalidArgumentError(f"until: {name}: expected a number > 0, got {value!r}.")
+        if not isinstance(self.max_draws, Integral):
+            raise InvalidArgumentError(f"until: max_draws: expected an integer, got {self.max_draws!r}.")
+
+    def goal(self, estimate: float) -> float:
+        """The standard error that is asked for, at this estimate."""
+        goals = [] if self.se is None else [self.se]
+        if self.relative is not None:
+            goals.append(self.relative * abs(estimate))
+        return min(goals)
+
+
 @dataclass(frozen=True)
 class RunSpec:
-    """One run: how many chains, which draws, from which seeds. Times are in steps."""
+    """One run: how many chains, which draws, from which seeds. Times are in steps.
+
+    ``observables`` are the names of what is recorded besides the loss.
+    """
 
     num_draws: int
     num_chains: int
@@ -103,6 +148,10 @@ class Prepared:
         curvature: largest curvature that ``auto`` found, else None.
         check_loss: loss of the first batch at w* in this process.
         not_stackable: why several chains of a process are computed one after the other, or "".
+        in_training: kinds of modules that were in training mode when ``evaluate`` ran and make the loss
+            depend on more than the weights and the sample: "dropout", "batch norm".
+        weights_dtype: the dtypes of the moving parameters, such as "float32".
+        observed: what is known of the observables at w*, by name.
     """
 
     num_samples: int
@@ -125,6 +174,9 @@ class Prepared:
     curvature: float | None
     check_loss: float
     not_stackable: str = ""
+    in_training: tuple[str, ...] = ()
+    weights_dtype: str = "float32"
+    observed: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -133,7 +185,9 @@ class Prepared:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Prepared:
         """The inverse of `to_dict`."""
-        return cls(**{**values, "moving": tuple(values["moving"]), "unused": tuple(values["unused"])})
+        return cls(
+            **{**values, **{name: tuple(values[name]) for name in ("moving", "unused", "in_training")}}
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -19,21 +19,45 @@ MAX_CHAIN_ROWS = 20
 
 def headline(result: LLCResult) -> str:
     """The verdict and the estimate in one sentence."""
+    return f"{result.verdict}: λ̂ = {estimate_text(result)} ({sample_text(result)})."
+
+
+def estimate_text(result: LLCResult) -> str:
+    """Estimate ± standard error, with two digits of the error."""
+    estimate = result.estimate
+    places = _places(estimate)
+    return f"{_fixed(estimate.mean, places)} ± {_fixed(estimate.se, places)}"
+
+
+def sample_text(result: LLCResult) -> str:
+    """How many chains and draws there are, and how well they mix."""
     estimate, total = result.estimate, len(result.chains)
     used = f"{estimate.num_chains} of {total}" if estimate.num_chains < total else f"{total}"
+    low, high = _draws_per_chain(result)
+    draws = f"{low}–{high}" if low < high else f"{estimate.num_draws}"
     ess = "–" if math.isnan(estimate.ess) else f"{estimate.ess:.0f}"
     rhat = "–" if math.isnan(estimate.rhat) else f"{estimate.rhat:.2f}"
-    places = _places(estimate)
-    return (
-        f"{result.verdict}: λ̂ = {_fixed(estimate.mean, places)} ± {_fixed(estimate.se, places)} "
-        f"({used} chain{'s' * (total > 1)} × {estimate.num_draws} draws, R-hat {rhat}, "
-        f"ESS {ess})."
-    )
+    return f"{used} chain{'s' * (total > 1)} × {draws} draws, R-hat {rhat}, ESS {ess}"
+
+
+def _draws_per_chain(result: LLCResult) -> tuple[int, int]:
+    """The least and the most draws of a chain that count; they differ in merged results only."""
+    if "run" not in result.chains:
+        return 0, 0
+    used = result.chains[result.chains["llc"].notna()]
+    counts = used.groupby("run")["draws"].min()
+    return int(counts.min()), int(counts.max())
+
+
+def short(result: LLCResult) -> str:
+    """The verdict, the estimate and the reasons, for a terminal of 80 columns."""
+    lines = [_fill(f"<LLCResult {result.headline.rstrip('.')}")]
+    return "\n".join([*lines, *(_fill(reason, "  - ") for reason in result.reasons)]) + ">"
 
 
 def render(result: LLCResult) -> str:
     """Table of chains, the settings that matter, the verdict, and the reasons for it."""
-    settings = [_fill(text, f"{name:<14}") for name, text in _settings_lines(result)]
+    settings = [_fill(text, f"{name:<14}") for name, text in settings_lines(result)]
     reasons = [_fill(reason, "  - ") for reason in result.reasons]
     blocks = [_summary_table(result), *settings, "", _fill(result.headline), *reasons]
     return "\n".join(blocks)
@@ -66,6 +90,22 @@ def _fill(text: str, lead: str = "") -> str:
 
 
 def _summary_table(result: LLCResult) -> str:
+    cells, hidden = chain_cells(result)
+    widths = [max(len(row[column]) for row in cells) for column in range(5)]
+    room = WIDTH - sum(widths) - 2 * len(widths)
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row[:5], widths, strict=True))
+        + "  "
+        + textwrap.shorten(row[5], room, placeholder=" …")
+        for row in cells
+    ]
+    rule = "─" * max(len(line) for line in lines)
+    more = [f"{hidden} more chains in .chains"] if hidden else []
+    return "\n".join([lines[0], rule, *lines[1:-1], *more, rule, lines[-1], ""])
+
+
+def chain_cells(result: LLCResult) -> tuple[list[tuple[str, ...]], int]:
+    """The table of chains as text, its head and the row of all included; and how many are not shown."""
     table, estimate = result.chains, result.estimate
     places = _places(estimate)
     # Of many chains, show those that are left out first, then as many of the others as fit.
@@ -80,21 +120,10 @@ def _summary_table(result: LLCResult) -> str:
     draws = estimate.num_chains * estimate.num_draws
     used = f"{estimate.num_chains} of {len(table)} chains"
     numbers = (_fixed(estimate.mean, places), _fixed(estimate.se, places), str(draws), ess)
-    cells.append(("all", *numbers, used))
-    widths = [max(len(row[column]) for row in cells) for column in range(5)]
-    room = WIDTH - sum(widths) - 2 * len(widths)
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row[:5], widths, strict=True))
-        + "  "
-        + textwrap.shorten(row[5], room, placeholder=" …")
-        for row in cells
-    ]
-    rule = "─" * max(len(line) for line in lines)
-    hidden = [f"{len(table) - len(shown)} more chains in .chains"] if len(shown) < len(table) else []
-    return "\n".join([lines[0], rule, *lines[1:-1], *hidden, rule, lines[-1], ""])
+    return [*cells, ("all", *numbers, used)], len(table) - len(shown)
 
 
-def _settings_lines(result: LLCResult) -> Iterator[tuple[str, str]]:
+def settings_lines(result: LLCResult) -> Iterator[tuple[str, str]]:
     """Name and text of the settings that matter, those that are known."""
     known = result.settings
 

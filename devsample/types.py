@@ -23,6 +23,10 @@ class Task:
     kind: Literal["prepare", "chains"]
     chains: tuple[int, ...] = ()
     attempt: int = 0
+    draws: int | None = None
+    """Draws that each chain is to have in the end; None: as many as the run says."""
+    resume: bool = False
+    """Whether the chains go on from their checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class ChainOutcome:
     traceback: str = ""
     gradient_noise: float | None = None
     hessian_trace: float | None = None
+    curvature: float | None = None
+    moved: float | None = None
 
 
 @dataclass(frozen=True)

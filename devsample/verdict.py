@@ -1,30 +1,21 @@
 """Whether to believe an estimate: checks of a run's evidence, each one sentence with its remedy.
 
-Each check looks at the :class:`Evidence` and returns one :class:`Finding` or None. A new check is
-a new function in ``CHECKS``.
+Each check looks at the :class:`Evidence` and returns one :class:`Finding` or None. A new check is a new
+function in ``CHECKS``, or in `devsample.causes` if it finds a cause.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
 
-import numpy as np
-
-from devsample.diagnostics import (
-    BIAS_CAUTION,
-    MIN_DRAWS,
-    Description,
-    Draws,
-    PredictedBias,
-    drift,
-)
+from devsample.causes import CAUSES
+from devsample.diagnostics import BIAS_CAUTION, MIN_DRAWS, drift
+from devsample.evidence import Evidence, Finding, LostChain, format_number, percent
 
 __all__ = ["Evidence", "Finding", "LostChain", "Verdict", "examine", "format_number", "verdict_of"]
 
-Severity: TypeAlias = Literal["caution", "reject"]
 Verdict: TypeAlias = Literal["trust", "caution", "reject"]
 
 LOST_REJECT = 0.25  # share of chains lost above which what is left is a selection
@@ -32,68 +23,24 @@ DIMENSION_CAUTION, DIMENSION_REJECT = 1.05, 1.5  # estimate relative to half the
 NEGATIVE_Z = 2.0  # standard errors below zero: no healthy run comes near it
 DRIFT_Z = 3.0  # a healthy run exceeds it by chance about once in 300
 DRIFT_REJECT = 0.25  # drift between the halves relative to the estimate
+RHAT_DRAWS = 40
 RHAT_CAUTION, RHAT_REJECT = 1.05, 1.2  # 1.05: about 10 effective draws per half chain
 ESS_CAUTION, ESS_REJECT = 50.0, 10.0  # over all chains; at 50 the error bar is itself 25 % off
 RELATIVE_SE_CAUTION = 0.25
-MOVE_RESOLUTION = 2.0**-23  # loss differences below this share of the loss are float32 rounding
 BIAS_REJECT = 0.30
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that speaks against the estimate.
-
-    Attributes:
-        kind: its short name, e.g. ``"drift"``.
-        severity: ``"caution"`` or ``"reject"``.
-        text: one sentence with the figure, the likely cause and what to change.
-    """
-
-    kind: str
-    severity: Severity
-    text: str
-
-
-@dataclass(frozen=True)
-class LostChain:
-    """A chain that is left out of the estimate, and why."""
-
-    chain: int
-    status: str
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """All that the checks look at.
-
-    Attributes:
-        llc: draws of the healthy chains, shape (num_chains, num_draws).
-        loss: loss at the same draws, same shape.
-        baseline: loss at w* that was subtracted, same shape.
-        estimate: ``describe(llc)``.
-        lost: the chains that are left out.
-        bias: ``predict_bias(...)``, or None where no law is known.
-        settings: of the run, as in ``LLCResult.settings``.
-    """
-
-    llc: Draws
-    loss: Draws
-    baseline: Draws
-    estimate: Description
-    lost: tuple[LostChain, ...]
-    bias: PredictedBias | None
-    settings: Mapping[str, Any]
 
 
 def examine(evidence: Evidence) -> tuple[Finding, ...]:
     """Run every check; what tells most about the cause comes first.
 
-    Causes come before symptoms (R-hat, few draws), the graver before the lighter, and then the
-    order of ``CHECKS``.
+    What is wrong with the set-up and chains that were lost come first, then what it does to the estimate,
+    the graver before the lighter, and symptoms (R-hat, few draws) last.
     """
+    first = (*CAUSES, check_lost)
+    causes = [finding for check in first if (finding := check(evidence)) is not None]
     found = [finding for check in CHECKS if (finding := check(evidence)) is not None]
-    return tuple(sorted(found, key=lambda f: (f.kind in SYMPTOMS, f.severity != "reject")))
+    found.sort(key=lambda finding: (finding.kind in SYMPTOMS, finding.severity != "reject"))
+    return (*causes, *found)
 
 
 def verdict_of(findings: Sequence[Finding]) -> Verdict:
@@ -106,23 +53,6 @@ def verdict_of(findings: Sequence[Finding]) -> Verdict:
     if "reject" in severities:
         return "reject"
     return "caution" if severities else "trust"
-
-
-def format_number(value: float, digits: int = 3) -> str:
-    """A figure for people: ``digits`` significant digits, no exponent where one can do without.
-
-    >>> format_number(1234.5), format_number(0.0123), format_number(1e-5), format_number(np.nan)
-    ('1234', '0.0123', '1e-05', '–')
-    """
-    if math.isnan(value):
-        return "–"
-    if 1000 <= abs(value) < 1e6:
-        return f"{value:.0f}"
-    return f"{value:.{digits}g}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
 
 
 REMEDIES = {
@@ -149,20 +79,6 @@ def check_lost(evidence: Evidence) -> Finding | None:
         f"bias the estimate: chain {named}{more}; {remedy or 'see the table of chains'}."
     )
     return Finding("lost", "reject" if len(lost) > LOST_REJECT * total else "caution", text)
-
-
-def check_moves(evidence: Evidence) -> Finding | None:
-    """Losses at w and at w* that are equal: the weights do not move."""
-    gap = np.abs(evidence.loss - evidence.baseline).max()
-    if np.ptp(evidence.llc) > 0 and gap > MOVE_RESOLUTION * np.abs(evidence.baseline).max():
-        return None
-    text = (
-        f"Nothing moves: the loss is never more than {format_number(float(gap))} from that at w*, "
-        "so no weight was free to move or no step was large enough to show; check requires_grad "
-        "and param_masks, keep the weights in float32, or raise lr "
-        f"(now {format_number(float(evidence.settings.get('lr', math.nan)))})."
-    )
-    return Finding("frozen", "reject", text)
 
 
 def check_negative(evidence: Evidence) -> Finding | None:
@@ -204,7 +120,7 @@ def check_drift(evidence: Evidence) -> Finding | None:
     burnin = int(settings.get("num_burnin_steps", 0))
     steps = evidence.estimate.num_draws * int(settings.get("num_steps_bw_draws", 1))
     text = (
-        f"The chains have not settled: the second half of the draws lies {_percent(share)} "
+        f"The chains have not settled: the second half of the draws lies {percent(share)} "
         f"({format_number(abs(z), 2)} standard errors) {'above' if z > 0 else 'below'} the first; "
         f"raise num_burnin_steps from {burnin} to {burnin + steps} or more"
         + (", or raise lr or localization." if z > 0 else ", or train w* further.")
@@ -229,7 +145,7 @@ def check_bias(evidence: Evidence) -> Finding | None:
         )
     text = (
         f"At this lr the estimate is predicted to be {format_number(bias.absolute, 2)} "
-        f"({_percent(bias.relative)}) too high, from {cause}; "
+        f"({percent(bias.relative)}) too high, from {cause}; "
         f"{lower}, or take {' or '.join(others)}."
     )
     return Finding("bias", "reject" if bias.relative > BIAS_REJECT else "caution", text)
@@ -244,6 +160,8 @@ def _floor(value: float) -> str:
 def check_rhat(evidence: Evidence) -> Finding | None:
     """Chains that disagree by more than their own spread; one chain has none to disagree with."""
     rhat = evidence.estimate.rhat
+    if evidence.estimate.num_draws < RHAT_DRAWS:  # halves of a few draws disagree by chance
+        return None
     if len(evidence.llc) < 2 or math.isnan(rhat) or rhat <= RHAT_CAUTION:
         return None
     text = (
@@ -264,21 +182,35 @@ def check_draws(evidence: Evidence) -> Finding | None:
             f"raise num_draws to at least {MIN_DRAWS}, better 100 or more."
         )
         return Finding("few draws", "reject", text)
-    if estimate.ess < ESS_CAUTION:
-        factor = math.ceil(2 * ESS_CAUTION / estimate.ess)
+    effective = min(estimate.ess, total)  # of few draws, more may seem effective than there are
+    if effective < ESS_CAUTION:
+        factor = math.ceil(2 * ESS_CAUTION / effective)
         text = (
-            f"Only {estimate.ess:.0f} effective draws of {total} (limit {ESS_CAUTION:.0f}), too "
+            f"Only {effective:.0f} effective draws of {total} (limit {ESS_CAUTION:.0f}), too "
             f"few for a sure error bar; raise num_draws or num_steps_bw_draws {factor}-fold."
         )
-        return Finding("few draws", "reject" if estimate.ess < ESS_REJECT else "caution", text)
+        return Finding("few draws", "reject" if effective < ESS_REJECT else "caution", text)
     relative = estimate.se / abs(estimate.mean) if estimate.mean else math.inf
     if relative > RELATIVE_SE_CAUTION and estimate.se > 0:
         text = (
-            f"The standard error is {_percent(relative)} of the estimate; raise num_draws or "
+            f"The standard error is {percent(relative)} of the estimate; raise num_draws or "
             f"num_chains {math.ceil((relative / 0.1) ** 2)}-fold for 10 %, or raise batch_size."
         )
         return Finding("few draws", "caution", text)
     return None
+
+
+def check_precision(evidence: Evidence) -> Finding | None:
+    """A precision that was asked for and not reached."""
+    until = evidence.settings.get("until")
+    se = evidence.estimate.se
+    if not until or until["ended"] == "reached" or not se > until["goal"]:
+        return None
+    text = (
+        f"The standard error {format_number(se)} is above the {format_number(until['goal'])} asked for when "
+        f"{until['ended']} ended the run; raise {until['ended']} or num_chains."
+    )
+    return Finding("precision", "caution", text)
 
 
 def check_adapting(evidence: Evidence) -> Finding | None:
@@ -297,22 +229,7 @@ def check_adapting(evidence: Evidence) -> Finding | None:
     return Finding("adapting", "caution", text)
 
 
-def check_samples(evidence: Evidence) -> Finding | None:
-    """An optimizer in the place of a sampler."""
-    settings = evidence.settings
-    if settings.get("samples", True):
-        return None
-    text = (
-        f"{settings.get('sampler')} samples nothing: it is an optimizer, without noise, and the losses on "
-        "its way are no draws from the posterior; take a sampler, such as devsample.SGLD."
-    )
-    return Finding("no sampler", "reject", text)
-
-
 CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
-    check_samples,
-    check_lost,
-    check_moves,
     check_negative,
     check_drift,
     check_bias,
@@ -320,5 +237,6 @@ CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     check_dimension,
     check_rhat,
     check_draws,
+    check_precision,
 )
-SYMPTOMS = frozenset({"rhat", "few draws"})
+SYMPTOMS = frozenset({"rhat", "few draws", "precision"})

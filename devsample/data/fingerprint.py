@@ -13,12 +13,14 @@ import functools
 import hashlib
 import io
 import logging
+import math
 import multiprocessing.process
 import multiprocessing.shared_memory
 import random
 import struct
 import subprocess
 import threading
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -55,8 +57,12 @@ _HANDLES = (
 )
 
 
-def fingerprint(spec: LoaderSpec) -> str:
-    """SHA-256 of everything in a recipe that the batches depend on, as 64 hex digits."""
+def fingerprint(spec: LoaderSpec, *, seconds: float = math.inf) -> str:
+    """SHA-256 of everything in a recipe that the batches depend on, as 64 hex digits.
+
+    Raises:
+        TimeoutError: it takes longer than ``seconds``.
+    """
     functions = {
         name: value.resolve() if isinstance(value, ImportPath) else value
         for name in ("dataset", "collate_fn", "worker_init_fn")
@@ -77,19 +83,23 @@ def fingerprint(spec: LoaderSpec) -> str:
     }
     rekeyed = find_generators(functions["dataset"], functions["collate_fn"], spec.sampler, spec.batch_sampler)
     try:
-        return content_hash(parts, ignored=rekeyed)
+        return content_hash(parts, ignored=rekeyed, seconds=seconds)
     except RecursionError:
         raise InvalidArgumentError("loader_spec: is nested too deeply to be fingerprinted.") from None
 
 
-def content_hash(value: Any, ignored: Iterable[Any] = ()) -> str:
+def content_hash(value: Any, ignored: Iterable[Any] = (), *, seconds: float = math.inf) -> str:
     """SHA-256 of a value's content, as 64 hex digits.
 
     Args:
         value: anything.
         ignored: objects whose state does not count.
+        seconds: how long it may take; a single large array is always hashed to its end.
+
+    Raises:
+        TimeoutError: it takes longer.
     """
-    writer = _Writer(ignored)
+    writer = _Writer(ignored, time.monotonic() + seconds)
     return hashlib.sha256(writer.write(value)).hexdigest()
 
 
@@ -117,7 +127,8 @@ _OPAQUE = b"O"
 class _Writer:
     """Writes values; what was written once is remembered, what is being written is a reference."""
 
-    def __init__(self, ignored: Iterable[Any]) -> None:
+    def __init__(self, ignored: Iterable[Any], until: float = math.inf) -> None:
+        self._until = until
         self._ignored = {id(one): one for one in ignored}
         self._open: dict[int, int] = {}  # what is being written, with its depth
         self._done: MutableMapping[int, bytes] = {}
@@ -133,6 +144,8 @@ class _Writer:
             return _text(b"R", str(self._open[key]).encode())
         if key in self._done:
             return self._done[key]
+        if time.monotonic() > self._until:
+            raise TimeoutError("the content is too large to be fingerprinted in the time given")
         self._open[key] = len(self._open)
         try:
             parts = None if key in self._ignored else self._parts(value)

@@ -102,8 +102,8 @@ class ChainLoader:
             draw: the number of the draw, if the batches are read at draws only.
         """
         number = step if draw is None else draw
-        if role == Role.LOSS_ORDER:
-            number += self._lead(chain)
+        if role in (Role.LOSS_ORDER, Role.SECOND_ORDER):
+            number += self._lead(chain, role)
         if self.is_stream:
             return self._stream_requests(chain, step, role, number)
         own_order = self.order == "user" or role == Role.ORDER
@@ -273,11 +273,11 @@ class ChainLoader:
             count -= len(piece)
         return requests
 
-    def _lead(self, chain: int) -> int:
+    def _lead(self, chain: int, role: Role) -> int:
         """By how many steps a chain's losses are ahead of its gradients, if they are read in an order.
 
         A data set or sampler without randomness gives both in the same order. Read side by side, a
-        loss would come from the very batch of the gradient.
+        loss would come from the very batch of the gradient, and a second loss from that of the first.
         """
         if self.order not in ("stream", "user"):
             return 0
@@ -287,7 +287,10 @@ class ChainLoader:
         elif isinstance(sampler, Sized) and len(sampler):
             samples = len(sampler)
         steps = min(samples, _LARGEST_LEAD) // (self._micro_size * self._accumulate)
-        return stream_seed(self._keys[chain], Role.LOSS_ORDER, 0, part=1) % max(1, steps)
+        lead = stream_seed(self._keys[chain], Role.LOSS_ORDER, 0, part=1) % max(1, steps)
+        if role == Role.SECOND_ORDER:
+            lead += 1 + stream_seed(self._keys[chain], role, 0, part=1) % max(1, steps - 1)
+        return lead
 
     def _count_shares(self, dataset: Any) -> int:
         """In how many shares a data set that divides itself is read."""

@@ -53,8 +53,9 @@ def main(
 def _examine(send: Any, device: str, payload: tuple[str, str], wanted: Any, stacks: Any) -> None:
     import torch
 
-    from devsample import ambient, session
+    from devsample import ambient
     from devsample.data.check import examine
+    from devsample.outcomes import failed
     from devsample.payload import PayloadReader
     from devsample.types import Task
 
@@ -70,7 +71,7 @@ def _examine(send: Any, device: str, payload: tuple[str, str], wanted: Any, stac
         ambient.apply(reader.load("ambient"))
         send("report", examine(reader.load("loader_spec").spec(), device, wanted, say))
     except Exception as error:
-        outcome = session.failed(Task("prepare"), error)
+        outcome = failed(Task("prepare"), error)
         send("error", outcome.error_type, outcome.error, outcome.traceback)
     finally:
         faulthandler.cancel_dump_traceback_later()

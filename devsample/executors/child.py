@@ -69,7 +69,8 @@ def _leave(number: int, frame: object) -> None:
 
 
 def _serve(connection: Connection, device: str, job: tuple[str, str, int, bool]) -> None:
-    from devsample import session as work
+    from devsample.outcomes import failed
+    from devsample.session import Session
     from devsample.types import Event, Job
 
     def send(*message: Any) -> None:
@@ -78,11 +79,11 @@ def _serve(connection: Connection, device: str, job: tuple[str, str, int, bool])
     def warn(category: str, text: str) -> None:
         send("event", Event("warning", text=text, category=category))
 
-    session: work.Session | None = None
+    session: Session | None = None
     broken: Exception | None = None
     with forwarded_warnings(warn), contextlib.ExitStack() as at_end:
         try:
-            session = work.Session(Job(Path(job[0]), job[1], job[2]), device)
+            session = Session(Job(Path(job[0]), job[1], job[2]), device)
             at_end.callback(session.close)
         except Exception as error:
             broken = error
@@ -93,7 +94,7 @@ def _serve(connection: Connection, device: str, job: tuple[str, str, int, bool])
                 return
             if session is None:
                 assert broken is not None
-                outcome = work.failed(task, broken)
+                outcome = failed(task, broken)
             else:
                 outcome = session.run(task, lambda event: send("event", event))
             send("outcome", outcome)

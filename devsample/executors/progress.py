@@ -44,6 +44,12 @@ class Progress:
             self._bar.update(step - self._steps.get(chain, 0))
         self._steps[chain] = step
 
+    def extend(self, total: int) -> None:
+        """There are to be ``total`` steps of all chains."""
+        if self._bar is not None:
+            self._bar.total = total
+            self._bar.refresh()
+
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         if self._bar is not None:

@@ -160,7 +160,7 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "autocast_dtype as text": ({"autocast_dtype": "bf16"}, ("autocast_dtype", "'bf16'")),
     # what comes later
     "observables": ({"observables": ["length"]}, ("observables", "'length'")),
-    "until": ({"until": 0.1}, ("until", "leave it out")),
+    "until": ({"until": 0.1}, ("until", "devsample.Precision")),
     "timeout": ({"timeout": 5}, ("timeout", "leave it out")),
     "compile": ({"compile": True}, ("compile", "leave it out")),
 }

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 PUBLIC = {
     "LLCResult",
     "LoaderSpec",
+    "Precision",
     "AdamSGLD",
     "HMC",
     "MALA",
@@ -30,6 +31,7 @@ PUBLIC = {
     "estimate_learning_coeff",
     "estimate_learning_coeff_with_summary",
     "nbeta_for",
+    "observables",
     "plots",
     "sample",
     "samplers",

@@ -12,6 +12,7 @@ import torch
 
 from devsample import HMC, SGLD, LoaderSpec, sample
 from devsample.errors import InvalidArgumentError
+from devsample.observables import LossOn, SampleLosses, refined_llc
 from devsample.records import read_records
 from devsample.samplers import SAMPLERS
 from devsample.seeds import NormalBlocks, chain_keys
@@ -123,6 +124,41 @@ def test_they_are_in_the_record_files_and_come_from_other_processes(tmp_path: Pa
     np.testing.assert_array_equal(rows["distance:inf"], there.draws.query("chain == 1")["distance:inf"])
 
 
+def bias_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    return model.bias  # type: ignore[return-value]
+
+
+def test_everything_else_is_the_same_from_other_processes(tmp_path: Path) -> None:
+    other = LoaderSpec(linear_data, dataset_kwargs={"n": 50}, batch_size=8, num_workers=1)
+    observables = [
+        "full_loss", "second_batch", "mala_acceptance", "virial", ("bias", bias_of),
+        ("random", lambda model, batch: torch.randn(())), LossOn("other", other), SampleLosses(num_samples=7),
+    ]  # fmt: skip
+    frames: list[Any] = []
+    changes: dict[str, Any] = {
+        "observables": observables, "evaluate": by_sample, "num_chains": 3, "threads_per_chain": 1,
+    }  # fmt: skip
+    here = estimate(**changes)
+    there = estimate(**changes, cores=2, run_dir=tmp_path / "run", on_records=frames.append)
+    np.testing.assert_array_equal(there.draws, here.draws)
+    assert list(here.draws.columns[6:]) == [
+        "full_loss", "loss_b", "baseline_b", "mala_acceptance", "virial", "bias", "random", "other",
+    ]  # fmt: skip
+    assert here.draws["random"].nunique() == 30
+    assert here["sample_losses/trace"].shape == (3, 10, 7)
+    np.testing.assert_array_equal(there["sample_losses/trace"], here["sample_losses/trace"])
+    assert np.isfinite(here["sample_losses/trace"]).all()
+    assert refined_llc(there, "other") == refined_llc(here, "other")
+    assert set(frames[0].columns) == set(here.draws.columns)
+    together = estimate(**changes, chains_per_process=3)
+    np.testing.assert_allclose(together.draws, here.draws, rtol=1e-3, atol=1e-5)
+
+
+def by_sample(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    x, y = batch
+    return (model(x) - y) ** 2
+
+
 def test_sample_has_them_in_its_table() -> None:
     spec = LoaderSpec(linear_data(), batch_size=16)
     draws = sample(**settings(loader_spec=spec, observables=["weight_norm"]))["draws"]
@@ -161,6 +197,10 @@ def test_of_an_optimizer() -> None:
         ("gradient_dot_loss", "there is no 'gradient_dot_loss'"),
         (("distance", "distance"), "a name comes twice"),
         ([lambda model: 0.0], "expected names such as"),
+        (
+            "Virial",
+            'there is no \'Virial\'. .*"virial"; "second_batch"; "full_loss"; "mala_acceptance" of SGLD',
+        ),
         ("acceptance", "'acceptance' is of HMC and MALA only"),
     ],
 )

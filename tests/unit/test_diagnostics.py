@@ -336,7 +336,7 @@ def test_causes_stand_before_symptoms_and_grave_before_light():
     llc = healthy(rng, shape=(4, 300)) * (1 - np.exp(-np.arange(300) / 150))
     bias = replace(bias_of(), relative=0.1)
     found = examine(evidence(llc, bias=bias, lost=[LostChain(4, "died")]))
-    assert kinds(found)[:3] == ["drift", "lost", "bias"]
+    assert kinds(found)[:3] == ["lost", "drift", "bias"]
     assert set(kinds(found)[3:]) == {"rhat", "few draws"}
     assert verdict_of(found) == "reject"
 

@@ -63,17 +63,30 @@ def chain_infos(traces, **changed):
     return infos
 
 
-def make_result(traces, *, online=False, at_center=CENTER, init_loss_se=None, draws=None, **changed):
+def make_result(
+    traces,
+    *,
+    online=False,
+    at_center=CENTER,
+    init_loss=0.0801,
+    init_loss_se=None,
+    draws=None,
+    reports=None,
+    provenance=None,
+    **changed,
+):
     infos = chain_infos(traces, **{k: v for k, v in changed.items() if k in ("c0", "c1", "c2", "c3")})
     settings = {"num_chains": len(traces)} | {k: v for k, v in changed.items() if k in SETTINGS}
     return LLCResult.from_run(
         table(traces) if draws is None else draws,
         infos,
         SETTINGS | settings,
-        init_loss=0.0801,
+        init_loss=init_loss,
         init_loss_se=init_loss_se,
         online=online,
         at_center=at_center,
+        reports=reports or {},
+        provenance=provenance or {},
     )
 
 
@@ -305,7 +318,15 @@ def test_the_headline_shows_two_digits_of_the_error(result):
     assert mean == f"{result.llc:.2f}"
     assert result.headline.startswith("trust: ")
     assert result.headline.endswith(").")
-    assert result.headline[:-1] in repr(result)
+    assert result.headline[:-2] in " ".join(repr(result).split())
+    assert str(result) == result.summary()
+
+
+def test_repr_gives_the_reasons(broken):
+    text = repr(broken)
+    assert max(len(line) for line in text.replace("\u0302", "").splitlines()) <= 80
+    for reason in broken.reasons:
+        assert reason in " ".join(text.split())
 
 
 def test_to_dict_is_json(broken):
@@ -316,6 +337,39 @@ def test_to_dict_is_json(broken):
     assert values["chains"][2]["seed"] is None
     assert values["predicted_bias"]["lr_fit"] == broken.predicted_bias.lr_fit
     assert values["settings"] == SETTINGS | {"num_chains": 4}
+    assert values["observables"] == {}
+
+
+def test_to_dict_gives_the_means_of_observables(traces):
+    rng = np.random.default_rng(3)
+    draws = table(traces)
+    draws["distance"] = 5 + rng.normal(size=len(draws))
+    draws["norm"] = np.where(draws["draw"] == 7, np.nan, 1.0)
+    lost = {"status": "diverged"}
+    found = make_result(traces, draws=draws, c0=lost).to_dict()["observables"]
+    used = draws.loc[draws["chain"] != 0, "distance"]
+    assert found["distance"]["mean"] == pytest.approx(used.mean())
+    assert found["distance"]["se"] == pytest.approx(1 / math.sqrt(1500), rel=0.15)
+    assert found["norm"] == {"mean": None, "se": None}
+
+
+def test_observables_are_traces_of_the_mapping(traces):
+    draws = table([traces[0], traces[1][:300]])
+    draws["distance"] = np.arange(len(draws), dtype=float)
+    result = make_result(traces[:2], draws=draws)
+    assert result["distance/trace"].shape == (2, 500)
+    assert result["distance/trace"][1, 299] == 799
+    assert np.isnan(result["distance/trace"][1, 300:]).all()
+
+
+def test_provenance_is_plain_and_read_only(traces):
+    result = make_result(traces, provenance={"versions": {"torch": "2.13.0"}, "seconds": np.float64(3.5)})
+    assert result.provenance["versions"] == {"torch": "2.13.0"}
+    assert result.provenance["seed"] == 0
+    assert result.provenance["settings"]["lr"] == 1e-4
+    assert json.loads(json.dumps(result.to_dict()))["provenance"]["seconds"] == 3.5
+    with pytest.raises(TypeError):
+        result.provenance["seed"] = 1
 
 
 def test_to_dict_takes_settings_that_json_does_not(traces):

@@ -123,15 +123,10 @@ def test_a_frozen_preconditioner_at_the_largest_step_is_exact():
     check(chains.squares(20, 10), 1.0, most=0.0025)
 
 
-def test_euler_steps_have_the_bias_that_their_law_says():
-    chains = Chains(SGLDKernel(lr=1.0, nbeta=NBETA, integrator="euler"), SPREAD)
-    chains.advance(400)
-    check(chains.squares(8, 75) * (1 - chains.a / 4), 1.0, most=0.0032)
-
-
 # ---- Adam ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("integrator", "momentum"), [("averaged", 0.9), ("averaged", 0.5), ("euler", 0.9)])
 def test_adams_averaged_drift_has_the_bias_that_its_law_says(integrator, momentum):
     kernel = SAMPLERS["AdamSGLD"].kernel(lr=1.0, nbeta=NBETA, momentum=momentum, integrator=integrator)
@@ -159,36 +154,6 @@ def _recursion(step, momentum):
     return float(torch.linalg.solve(system, noise.flatten())[0])
 
 
-# ---- a moving preconditioner --------------------------------------------------------------------
-
-
-def test_a_moving_preconditioner_does_not_converge_to_the_target():
-    """Devinterp's form on one Gaussian: the bias grows as the step shrinks; frozen there is none.
-
-    With steps so small that v follows the gradient, the law tends to (|g| + a) e^{-U}.
-    """
-    h, eps, alpha = torch.tensor([1.0], dtype=torch.float64), 0.1, 0.9
-    excess = []
-    for lr, steps in ((0.08, 400), (0.02, 1200)):
-        kernel = SAMPLERS["RMSPropSGLD"].kernel(
-            lr=lr, nbeta=NBETA, alpha=alpha, eps=eps, form="devinterp", preconditioner="moving"
-        )
-        chains = Chains(kernel, h, rows=20_000)
-        chains.advance(steps)
-        kernel.freeze(chains.buffers)  # it has been told to go on
-        assert not kernel.is_frozen(chains.buffers)
-        values = chains.squares(4, steps // 8)
-        mean = values.mean(0)
-        excess.append(float(mean.mean()) - 1)
-        error = float(mean.std() / math.sqrt(20_000))
-        assert error < 0.012
-        assert excess[-1] > 10 * error
-    assert excess[1] > excess[0] + 0.04
-    w = torch.linspace(-12, 12, 100_001, dtype=torch.float64)
-    weight = (w.abs() + eps) * torch.exp(-(w**2) / 2)
-    assert excess[1] < float((weight * w**2).sum() / weight.sum()) - 1
-
-
 # ---- samplers among each other, and noisy gradients ---------------------------------------------
 
 
@@ -209,6 +174,7 @@ def test_sghmc_without_memory_is_sgld_with_averaged_noise():
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("friction", [1.0, 0.3])
 def test_noise_of_the_gradient_widens_sghmc_by_its_law(friction):
     """Variance c of nβ·g: excess (ε/4)·c·speed, exactly."""
