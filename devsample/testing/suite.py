@@ -189,7 +189,7 @@ def run(plan: Plan, *, most: float | None = None, control: Callable[[Drive], Non
     Args:
         plan: what to run.
         most: chain-steps (of a reference sampler: gradients) after burn-in at which it ends in any case;
-            default: four times the prediction.
+            default: eight times the prediction.
         control: called with the chains before the first step.
     """
     started = time.monotonic()
@@ -204,7 +204,7 @@ def run(plan: Plan, *, most: float | None = None, control: Callable[[Drive], Non
     drive.freeze()
     drive.advance(burnin - burnin // 2)
     burnt = drive.gradients if plan.kernel.full_data else drive.step
-    most = most or max(4 * plan.predicted, 8.0 * plan.round * plan.rows)
+    most = most or max(8 * plan.predicted, 8.0 * plan.round * plan.rows)
     draws = min(_DRAWS_PER_ROUND, plan.round)
     between = max(1, plan.round // draws)
     total, number = torch.zeros(plan.rows, dtype=torch.float64), 0
