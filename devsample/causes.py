@@ -24,6 +24,13 @@ FEWEST_DRAWS, FEWEST_EPOCHS = 20, 6
 DEALT, IN_ORDER = 0.6, 3.0  # variance of epoch means, relative to that of independent batches
 ALIGNMENTS = 8  # places tried for the start of an epoch
 SURE = 1e-5  # chance at which the order of batches counts as seen
+LOST_REJECT = 0.25  # share of chains lost above which what is left is a selection
+REMEDIES = {
+    "diverged": "lower lr (now {lr})",
+    "failed": "mend the error that its message names",
+    "died": "look in its log for a lack of memory or a kill",
+    "stopped": "let it run to the end",
+}
 OVERDAMPED = ("SGLD", "SGHMC")
 
 
@@ -70,6 +77,24 @@ def check_precision_of_weights(evidence: Evidence) -> Finding | None:
         "speed."
     )
     return Finding("low precision", "reject", text)
+
+
+def check_lost(evidence: Evidence) -> Finding | None:
+    """Chains that are left out: what is left is a selection."""
+    lost, kept = evidence.lost, len(evidence.llc)
+    if not lost:
+        return None
+    total = kept + len(lost)
+    named = "; ".join(f"{c.chain} {c.status}" + (f" ({c.why})" if c.why else "") for c in lost[:4])
+    more = f"; and {len(lost) - 4} more" if len(lost) > 4 else ""
+    statuses = dict.fromkeys(chain.status for chain in lost)
+    lr = format_number(float(evidence.settings.get("lr", math.nan)))
+    remedy = " and ".join(REMEDIES[s].format(lr=lr) for s in statuses if s in REMEDIES)
+    text = (
+        f"{len(lost)} of {total} chains {'is' if len(lost) == 1 else 'are'} left out, which can "
+        f"bias the estimate: chain {named}{more}; {remedy or 'see the table of chains'}."
+    )
+    return Finding("lost", "reject" if len(lost) > LOST_REJECT * total else "caution", text)
 
 
 def check_moves(evidence: Evidence) -> Finding | None:
@@ -222,6 +247,7 @@ CAUSES: tuple[Callable[[Evidence], Finding | None], ...] = (
     check_moves,
     check_shared,
     check_order,
-    check_small_step,
     check_large_step,
+    check_lost,
+    check_small_step,
 )

@@ -18,7 +18,6 @@ __all__ = ["Evidence", "Finding", "LostChain", "Verdict", "examine", "format_num
 
 Verdict: TypeAlias = Literal["trust", "caution", "reject"]
 
-LOST_REJECT = 0.25  # share of chains lost above which what is left is a selection
 DIMENSION_CAUTION, DIMENSION_REJECT = 1.05, 1.5  # estimate relative to half the moving entries
 NEGATIVE_Z = 2.0  # standard errors below zero: no healthy run comes near it
 DRIFT_Z = 3.0  # a healthy run exceeds it by chance about once in 300
@@ -36,8 +35,7 @@ def examine(evidence: Evidence) -> tuple[Finding, ...]:
     What is wrong with the set-up and chains that were lost come first, then what it does to the estimate,
     the graver before the lighter, and symptoms (R-hat, few draws) last.
     """
-    first = (*CAUSES, check_lost)
-    causes = [finding for check in first if (finding := check(evidence)) is not None]
+    causes = [finding for check in CAUSES if (finding := check(evidence)) is not None]
     found = [finding for check in CHECKS if (finding := check(evidence)) is not None]
     found.sort(key=lambda finding: (finding.kind in SYMPTOMS, finding.severity != "reject"))
     return (*causes, *found)
@@ -53,32 +51,6 @@ def verdict_of(findings: Sequence[Finding]) -> Verdict:
     if "reject" in severities:
         return "reject"
     return "caution" if severities else "trust"
-
-
-REMEDIES = {
-    "diverged": "lower lr (now {lr})",
-    "failed": "mend the error that its message names",
-    "died": "look in its log for a lack of memory or a kill",
-    "stopped": "let it run to the end",
-}
-
-
-def check_lost(evidence: Evidence) -> Finding | None:
-    """Chains that are left out: what is left is a selection."""
-    lost, kept = evidence.lost, len(evidence.llc)
-    if not lost:
-        return None
-    total = kept + len(lost)
-    named = "; ".join(f"{c.chain} {c.status}" + (f" ({c.why})" if c.why else "") for c in lost[:4])
-    more = f"; and {len(lost) - 4} more" if len(lost) > 4 else ""
-    statuses = dict.fromkeys(chain.status for chain in lost)
-    lr = format_number(float(evidence.settings.get("lr", math.nan)))
-    remedy = " and ".join(REMEDIES[s].format(lr=lr) for s in statuses if s in REMEDIES)
-    text = (
-        f"{len(lost)} of {total} chains {'is' if len(lost) == 1 else 'are'} left out, which can "
-        f"bias the estimate: chain {named}{more}; {remedy or 'see the table of chains'}."
-    )
-    return Finding("lost", "reject" if len(lost) > LOST_REJECT * total else "caution", text)
 
 
 def check_negative(evidence: Evidence) -> Finding | None:

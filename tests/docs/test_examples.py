@@ -35,7 +35,7 @@ LINES = {
 }
 
 
-SLOW = {"persistent_loader", "process_group"}
+SLOW = {"persistent_loader", "process_group", "fds_to_keep"}
 
 
 @pytest.mark.parametrize(
@@ -51,5 +51,13 @@ def test_both_halves(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_the_dashboards_are_those_of_the_docs(tmp_path):
+    command = [sys.executable, "-X", "utf8", str(EXAMPLES / "dashboards.py"), str(tmp_path)]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=240)
+    shown = {path.name for path in (EXAMPLES.parent / "images").glob("dashboard-*.png")}
+    assert {path.name for path in tmp_path.glob("*.png")} == shown
+
+
 def test_every_example_is_run():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(LINES)
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*LINES, "dashboards"}
