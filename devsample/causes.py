@@ -15,7 +15,7 @@ from devsample.diagnostics import Draws
 from devsample.evidence import Evidence, Finding, format_number, percent
 
 RELAXED = 3.0  # e-foldings of the fastest direction within a run that has moved
-LARGE_STEP, LARGEST_STEP = 1.5, 3.0  # ε (nβ h + γ); at 4 steps are unstable
+LARGE_STEP, LARGEST_STEP = 2.0, 3.0  # ε (nβ h + γ); at 4 steps are unstable
 MOVE_RESOLUTION = 2.0**-23  # loss differences below this share of the loss are float32 rounding
 MOVED = 0.5  # share of the entries that must differ from w* in the model's own precision
 HALF = ("float16", "bfloat16")
@@ -44,6 +44,19 @@ def check_samples(evidence: Evidence) -> Finding | None:
         "its way are no draws from the posterior; take a sampler, such as devsample.SGLD."
     )
     return Finding("no sampler", "reject", text)
+
+
+def check_noise(evidence: Evidence) -> Finding | None:
+    """Noise of another size than the posterior's."""
+    level = float(evidence.settings.get("noise_level", 1.0))
+    if level == 1.0:
+        return None
+    text = (
+        f"noise_level is {format_number(level)}: the chains sample the posterior at another temperature, "
+        f"about {format_number(level**2)} times as hot, and the estimate is not that at nβ; leave "
+        "noise_level out."
+    )
+    return Finding("noise level", "caution", text)
 
 
 def check_training(evidence: Evidence) -> Finding | None:
@@ -100,7 +113,8 @@ def check_lost(evidence: Evidence) -> Finding | None:
 def check_moves(evidence: Evidence) -> Finding | None:
     """Losses at w and at w* that are equal: the weights do not move."""
     gap = np.abs(evidence.loss - evidence.baseline).max()
-    if np.ptp(evidence.llc) > 0 and gap > MOVE_RESOLUTION * np.abs(evidence.baseline).max():
+    differ = np.ptp(evidence.llc) > 0 or evidence.llc.size == 1
+    if differ and gap > MOVE_RESOLUTION * np.abs(evidence.baseline).max():
         return None
     text = (
         f"Nothing moves: the loss is never more than {format_number(float(gap))} from that at w*, "
@@ -242,6 +256,7 @@ def _chance_below(ratio: float, freedom: int) -> float:
 
 CAUSES: tuple[Callable[[Evidence], Finding | None], ...] = (
     check_samples,
+    check_noise,
     check_training,
     check_precision_of_weights,
     check_moves,

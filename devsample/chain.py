@@ -354,7 +354,8 @@ class Group:
         if self._on_draw is not None:
             for number in range(len(self.rows)):
                 self._states.go_to(number)
-                self._on_draw(**self._describe(number, step, draw, target[:, number], batches[number]))
+                with self.objective.guarded(self.position[number], weights=False):
+                    self._on_draw(**self._describe(number, step, draw, target[:, number], batches[number]))
 
     def _describe(
         self, number: int, step: int, draw: int, target: torch.Tensor, batches: list[Batch]

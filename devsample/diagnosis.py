@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from devsample.autocorrelation import Spread, autocorrelation_time, chain_spread
-from devsample.diagnostics import Description, Draws, describe, drift
+from devsample.diagnostics import Description, Draws, align, describe, drift
 from devsample.evidence import format_number
 from devsample.settling import BurninAdvice, burnin_advice
 
@@ -145,10 +145,10 @@ def healthy_draws(result: LLCResult, column: str) -> Draws:
     Returns:
         Shape (num_chains, num_draws), float64; rows in the order of the chains' numbers.
     """
-    table, length = result.draws, result.estimate.num_draws
+    table = result.draws
     used = np.sort(result.chains.loc[result.chains["llc"].notna(), "chain"].to_numpy())
     rows = table[table["chain"].isin(used)].groupby("chain", sort=True)[column]
-    return np.stack([values.to_numpy(np.float64)[:length] for _, values in rows])
+    return align([values.to_numpy(np.float64) for _, values in rows])
 
 
 def quantity(draws: Draws, steps_per_draw: int = 1) -> Quantity:

@@ -60,6 +60,28 @@ class Objective:
             for module in model.modules()
         ]
 
+    @contextlib.contextmanager
+    def guarded(self, values: torch.Tensor, *, weights: bool = True) -> Iterator[None]:
+        """Undo what is done within to the model that is at ``values``: to modes, buffers and ``weights``."""
+        before = values.clone() if weights else None
+        segments = self.flat.segments if weights else ()
+        copied = [(one.parameter, one.parameter.detach().clone()) for one in segments if not one.direct]
+        modules = [(module, module.training) for module in self.model.modules()]
+        versions = [one._version for one in self.model.buffers()]
+        try:
+            yield
+        finally:
+            if before is not None:
+                values.copy_(before)
+            for parameter, held in copied:
+                parameter.data.copy_(held)
+            for module, training in modules:
+                module.training = training
+            if [one._version for one in self.model.buffers()] != versions:
+                self.reset_buffers()
+            if weights:
+                self.flat.point_to(values)
+
     def reset_buffers(self) -> None:
         """Give the model the buffers (running statistics, caches) that it has at w*."""
         for module, held, values in self._buffers:

@@ -106,7 +106,7 @@ def carry_out(plan: Plan, rounds: Rounds | None = None) -> Finished:
         )
         finished.num_draws = num_draws
         finished.arrays = read_arrays(folder, plan, num_draws)
-        _write_manifest(plan, folder, prepared, "complete", run.outcomes)
+        _write_manifest(plan, folder, prepared, "complete", run.outcomes, num_draws)
         _check_outcomes(plan, finished)
         return finished
 
@@ -346,7 +346,12 @@ def _as_error(outcome: Outcome) -> DevsampleError:
 
 
 def _write_manifest(
-    plan: Plan, folder: Path, prepared: Prepared, status: str, outcomes: dict[int, ChainOutcome]
+    plan: Plan,
+    folder: Path,
+    prepared: Prepared,
+    status: str,
+    outcomes: dict[int, ChainOutcome],
+    num_draws: int | None = None,
 ) -> None:
     import devsample
 
@@ -364,7 +369,8 @@ def _write_manifest(
             "name": plan.parts.sampler.kind.__name__,
             "options": {k: repr(v) for k, v in plan.parts.sampler.options.items()},
         },
-        "run": run,
+        "run": run | ({} if num_draws is None else {"num_draws": num_draws}),
+        "until": None if plan.until is None else repr(plan.until),
         "layout": {
             "threads_per_chain": plan.threads,
             "chains_per_process": plan.parts.run.group_size,

@@ -58,7 +58,8 @@ class Stopping:
         if found.se <= self.goal and found.ess >= MIN_ESS:
             self.reason = "reached"
             return None
-        factor = MARGIN * max((found.se / self.goal) ** 2, MIN_ESS / found.ess) if found.se > 0 else 2.0
+        ratio = min(found.se / self.goal, LARGEST_GROWTH) if self.goal > 0 else LARGEST_GROWTH
+        factor = MARGIN * max(ratio**2, MIN_ESS / found.ess) if found.se > 0 else LARGEST_GROWTH
         factor = min(LARGEST_GROWTH, max(LEAST_GROWTH, factor)) if math.isfinite(factor) else LARGEST_GROWTH
         return self._limited(num_draws, math.ceil(factor * num_draws), round_seconds)
 

@@ -7,7 +7,7 @@ function in ``CHECKS``, or in `devsample.causes` if it finds a cause.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from devsample.causes import CAUSES
@@ -176,7 +176,7 @@ def check_precision(evidence: Evidence) -> Finding | None:
     """A precision that was asked for and not reached."""
     until = evidence.settings.get("until")
     se = evidence.estimate.se
-    if not until or until["ended"] == "reached" or not se > until["goal"]:
+    if not isinstance(until, Mapping) or until["ended"] == "reached" or not se > until["goal"]:
         return None
     text = (
         f"The standard error {format_number(se)} is above the {format_number(until['goal'])} asked for when "

@@ -48,7 +48,8 @@ def look_at_center(
         EvaluateError: naming the observable that fails or gives something else than it should.
     """
     found: dict[str, dict[str, Any]] = {}
-    device = objective.flat.device
+    device, center = objective.flat.device, objective.flat.read()
+    objective.flat.point_to(center)
     record = {
         "chain": 0,
         "draw": 0,
@@ -66,7 +67,8 @@ def look_at_center(
     for one in observables:
         if isinstance(one, Function):
             seed_global_generators(stream_seed(key, Role.OBSERVE, 0))
-            call(one, record, torch.zeros((), device=device))
+            with objective.guarded(center):
+                call(one, record, torch.zeros((), device=device))
         elif isinstance(one, Declared):
             found[one.name] = _center(one, objective, sources[one.name], key)
     objective.flat.point_to(objective.flat.read())

@@ -128,15 +128,24 @@ class DrawObserver:
             return EulerAcceptance(setting)
         if isinstance(one, Function):
             states = setting.evaluator(setting.position)
-            return lambda target, at: self._call(one, states, target, at, number)
+            return lambda target, at: self._call(one, states, setting, target, at, number)
         on_data = OnData(one, _states(one, setting), setting.sources[one.name], setting.keys)
         return lambda target, at: on_data(target, at.step)
 
-    def _call(self, one: Function, states: RowByRow, target: torch.Tensor, at: AtDraw, number: int) -> None:
+    def _call(
+        self,
+        one: Function,
+        states: RowByRow,
+        setting: Setting,
+        target: torch.Tensor,
+        at: AtDraw,
+        number: int,
+    ) -> None:
         for row, key in enumerate(self._keys):
             states.go_to(row)
             seed_global_generators(stream_seed(key, Role.OBSERVE, at.step, number))
-            call(one, at.record(row), target[0, row])
+            with setting.objective.guarded(setting.position[row]):
+                call(one, at.record(row), target[0, row])
 
 
 class EulerAcceptance:

@@ -120,6 +120,7 @@ class Sampler(torch.optim.Optimizer):
         numbers = {id(one): number for number, one in enumerate(self._parameters())}
         return {
             **super().state_dict(),
+            "sampler": type(self).__name__,
             "rows": [row.state(numbers) for row in self._rows],
             "generators": [{"device": str(one.device), "state": one.get_state()} for one in self._generators],
         }
@@ -134,6 +135,9 @@ class Sampler(torch.optim.Optimizer):
             raise InvalidArgumentError(
                 f"state_dict: it has no {' and '.join(sorted(missing))}, so it is not that of a sampler."
             )
+        kind = state_dict.get("sampler", type(self).__name__)
+        if kind != type(self).__name__:
+            raise InvalidArgumentError(f"state_dict: it is that of {kind}, not of {type(self).__name__}.")
         super().load_state_dict(dict(state_dict))
         for number in range(len(self.param_groups)):
             self._check(number)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from devsample.checkpoints import write_bytes
 from devsample.errors import InvalidArgumentError
+from devsample.machine import leave_with_parent
 
 TEXT = """\
 Run samplers on losses whose nβ (E[L] − L(w*)) is known at a finite nβ, with step size and
@@ -28,7 +32,8 @@ EXAMPLES = """\
 examples:
   devsample truths --list                              the cases, nothing is run
   devsample truths --sampler SGLD --case 'quad_*'      one sampler on some cases
-  devsample truths --jobs 2 --out truths               everything; also truths.md and truths.json"""
+  devsample truths --jobs 2 --out truths               everything; also truths.md and truths.json, which
+                                                       grow case by case and replace older ones"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,17 +63,45 @@ def main(options: argparse.Namespace) -> int:
                 scales = f"P={one.num_parameters:<5} nβ={one.nbeta:<10.6g} γ={one.gamma:<6g}"
                 print(f"{one.name:38} {scales} {one.expected:.6g}")
         return 0
-    lines = list(_run(names, samplers, options.jobs, options.all))
-    text = _report(lines, names)
+    all_samplers = len(samplers) == len(SAMPLERS)
+    out = None if options.out is None else _Files(options.out)
+    lines: list[Line] = []
+    for found in _run(names, samplers, options.jobs, options.all):
+        lines += found
+        if out is not None:
+            out.write(lines, _report(lines, names, all_samplers=False))
+    text = _report(lines, names, all_samplers=all_samplers)
     print(text)
-    if options.out is not None:
-        options.out.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
-        rows = [{key: value for key, value in line.items() if key != "row"} for line in lines]
-        options.out.with_suffix(".json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    return 1 if failures(lines, names, all_samplers=len(samplers) == len(SAMPLERS)) else 0
+    if out is not None:
+        out.write(lines, text)
+    return 1 if failures(lines, names, all_samplers=all_samplers) else 0
 
 
 Line = dict[str, object]
+_HEADING = "| case | sampler | exact |"  # in a table of ours
+_MARK = '"case": '  # in a JSON file of ours
+
+
+class _Files:
+    """STEM.md and STEM.json, whole at any time.
+
+    Raises:
+        InvalidArgumentError: there is no such folder, or another file has the name.
+    """
+
+    def __init__(self, stem: Path) -> None:
+        self.text, self.rows = (stem.with_name(stem.name + ending) for ending in (".md", ".json"))
+        if not stem.parent.is_dir():
+            raise InvalidArgumentError(f"--out: there is no folder {stem.parent}.")
+        for path, mark in ((self.text, _HEADING), (self.rows, _MARK)):
+            if path.exists() and mark not in path.read_text(encoding="utf-8", errors="replace"):
+                raise InvalidArgumentError(f"--out: {path} is another file; it was left as it is.")
+
+    def write(self, lines: Sequence[Line], text: str) -> None:
+        """Replace both."""
+        rows = [{key: value for key, value in line.items() if key != "row"} for line in lines]
+        write_bytes(self.text, (text + "\n").encode())
+        write_bytes(self.rows, json.dumps(rows, indent=1).encode())
 
 
 def _chosen(known: Sequence[str], patterns: Iterable[str] | None, option: str) -> list[str]:
@@ -83,8 +116,8 @@ def _chosen(known: Sequence[str], patterns: Iterable[str] | None, option: str) -
     return chosen
 
 
-def _run(names: Sequence[str], samplers: Sequence[str], jobs: int, everything: bool) -> Iterable[Line]:
-    """A line for each sampler and case, as they come; the slowest cases start first."""
+def _run(names: Sequence[str], samplers: Sequence[str], jobs: int, everything: bool) -> Iterator[list[Line]]:
+    """A line for each sampler, case by case as they come; the slowest cases start first."""
     from tqdm import tqdm
 
     from devsample.testing.cases import case
@@ -92,15 +125,37 @@ def _run(names: Sequence[str], samplers: Sequence[str], jobs: int, everything: b
     names = sorted(names, key=lambda name: -case(name).nbeta * case(name).num_parameters)
     with (
         _single_threads(),
-        ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool,
+        _pool(min(jobs, len(names))) as pool,
         tqdm(total=len(names), unit="case", file=sys.stderr) as bar,
     ):
         waiting = [pool.submit(run_case, name, tuple(samplers), everything) for name in names]
         for done in as_completed(waiting):
             for line in done.result():
                 tqdm.write(str(line["row"]), file=sys.stderr)
-                yield line
             bar.update()
+            yield done.result()
+
+
+@contextlib.contextmanager
+def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that end with this one, and at once if it is interrupted."""
+    context = multiprocessing.get_context("spawn")
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in set(multiprocessing.active_children()) - before:
+            child.kill()
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends them
+    leave_with_parent()
 
 
 class _single_threads:  # noqa: N801 - read as a word
@@ -156,7 +211,7 @@ def failures(lines: Sequence[Line], names: Sequence[str], *, all_samplers: bool)
     return failed
 
 
-def _report(lines: Sequence[Line], names: Sequence[str]) -> str:
+def _report(lines: Sequence[Line], names: Sequence[str], *, all_samplers: bool) -> str:
     from devsample.testing.suite import HEADER
 
     order = {name: number for number, name in enumerate(names)}
@@ -165,5 +220,5 @@ def _report(lines: Sequence[Line], names: Sequence[str]) -> str:
     passed = sum(bool(line["passed"]) for line in done)
     text = [*HEADER, *(str(line["row"]) for line in ordered), ""]
     text.append(f"{passed} of {len(done)} runs passed, {len(ordered) - len(done)} were not required.")
-    text += failures(lines, names, all_samplers=True)
+    text += failures(lines, names, all_samplers=all_samplers)
     return "\n".join(text)

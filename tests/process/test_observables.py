@@ -212,3 +212,39 @@ def test_what_there_is_not(given: Any, message: str) -> None:
 def test_an_optimizer_has_no_noise_to_observe() -> None:
     with pytest.raises(InvalidArgumentError, match="'gradient_dot_noise': SGD gets no noise"):
         estimate(sampling_method=torch.optim.SGD, observables="gradient_dot_noise")
+
+
+def meddle(model: torch.nn.Module, **_: Any) -> float:
+    """A function that leaves the model in another state than it found it."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    model.train()
+    return 1.0
+
+
+def evaluate_and_train(model: torch.nn.Module, **_: Any) -> None:
+    """A callback that evaluates as in training loops."""
+    model.train()
+    model(X[:8].float())
+
+
+COLUMNS = ["chain", "draw", "loss", "baseline", "llc"]
+
+
+def test_what_a_function_does_to_the_model_is_undone() -> None:
+    alone = run()
+    meddled = run(observables={"meddled": meddle})
+    assert meddled.draws[COLUMNS].equals(alone.draws[COLUMNS])
+
+
+def test_modes_and_buffers_are_as_they_were_after_a_callback() -> None:
+    def network() -> torch.nn.Module:
+        torch.manual_seed(0)
+        norm, dropout = torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5)
+        return torch.nn.Sequential(torch.nn.Linear(4, 3), norm, dropout, torch.nn.Linear(3, 1))
+
+    given = {"optimizer_kwargs": {"lr": 1e-3, "nbeta": 20.0}, "num_draws": 20}
+    alone = estimate(model=network(), **given)
+    seen = estimate(model=network(), **given, callbacks=[evaluate_and_train])
+    assert seen.draws[COLUMNS].equals(alone.draws[COLUMNS])

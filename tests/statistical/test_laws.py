@@ -217,7 +217,7 @@ def regression_chains(kernel, batch_size, rows, control_variate=False):
 
 
 @pytest.mark.parametrize("control_variate", [False, True])
-@pytest.mark.parametrize("integrator", ["averaged", "euler"])
+@pytest.mark.parametrize("integrator", ["averaged", pytest.param("euler", marks=pytest.mark.slow)])
 def test_minibatches_widen_sgld_by_their_law(integrator, control_variate):
     """ε a_max = 1 with B = 16: each of the four laws is told from the others and from full batches."""
     kernels = [regression_kernel("SGLD", 512.0, 1.0, integrator=one) for one in ("averaged", "euler")]
@@ -263,7 +263,7 @@ def test_the_control_variate_of_a_run_has_its_law():
     check(Reading(result.llc, result.se), expected, most=0.02, within=0.05)
 
 
-@pytest.mark.parametrize("friction", [0.1, 0.2])
+@pytest.mark.parametrize("friction", [pytest.param(0.1, marks=pytest.mark.slow), 0.2])
 def test_minibatches_widen_sghmc_by_its_speed(friction):
     """The exact law, and that its first order is SGLD's times the speed."""
     small, sgld = (
@@ -288,7 +288,7 @@ def test_minibatches_widen_sghmc_by_its_speed(friction):
 NARROW = torch.tensor([0.4, 0.7, 1.0], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("form", ["hitchcock", "devinterp"])
+@pytest.mark.parametrize("form", ["hitchcock", pytest.param("devinterp", marks=pytest.mark.slow)])
 def test_adams_averaged_drift_has_the_bias_of_its_law(form):
     """With the preconditioner that burn-in has come to in each row, ε G a ≤ 0.08.
 
@@ -321,7 +321,7 @@ def laws_of_scales(kernel, curvature, scale):
     return (scale[:, None] ** powers @ coefficients).mean()
 
 
-@pytest.mark.parametrize("form", ["hitchcock", "devinterp"])
+@pytest.mark.parametrize("form", [pytest.param("hitchcock", marks=pytest.mark.slow), "devinterp"])
 def test_a_moving_preconditioner_does_not_converge_and_a_frozen_one_does(form):
     """One Gaussian: the bias of a moving preconditioner grows as the step shrinks.
 

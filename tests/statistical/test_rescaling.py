@@ -160,7 +160,8 @@ def test_the_gradient_of_the_network_is_that_of_its_loss():
 # ---- one γ for all, and samplers against each other ---------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "rounds"), [pytest.param("SGLD", 8, marks=pytest.mark.slow), ("SGHMC", 30)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rounds"), [("SGLD", 8), ("SGHMC", 30)])
 def test_samplers_agree_with_hmc(name, rounds):
     reference = by_hmc(1.0, torch.tanh, 192, 40)
     agree(network_value(name, 1.0, torch.tanh, 192, rounds), reference, most=0.012, within=0.04)
@@ -196,7 +197,9 @@ def test_with_one_localization_for_all_the_value_depends_on_the_scale(name, roun
 BLOCKS = ("rrr_4_1_3_rank1_nb100", "tanh_H1_nb100", "crossing_11_nb100", "quad_1d")
 
 
-@pytest.mark.parametrize("name", [pytest.param("SGLD", marks=pytest.mark.slow), "SGHMC", "HMC"])
+@pytest.mark.parametrize(
+    "name", ["SGHMC", *(pytest.param(one, marks=pytest.mark.slow) for one in ("SGLD", "HMC"))]
+)
 def test_the_value_of_independent_blocks_is_the_sum_of_theirs(name):
     parts = [case(one) for one in BLOCKS]
     assert {(one.nbeta, one.gamma) for one in parts} == {(100.0, 1.0)}

@@ -6,6 +6,7 @@ import pytest
 from devsample.causes import (
     check_large_step,
     check_moves,
+    check_noise,
     check_order,
     check_precision_of_weights,
     check_samples,
@@ -140,7 +141,7 @@ def test_a_step_too_small_says_how_far_the_chains_came():
     assert "raise num_draws and num_burnin_steps" in short.text
 
 
-@pytest.mark.parametrize(("lr", "severity"), [(8e-3, "caution"), (1.6e-2, "reject")])
+@pytest.mark.parametrize(("lr", "severity"), [(1.2e-2, "caution"), (1.6e-2, "reject")])
 def test_a_step_too_large_says_what_fits(lr, severity):
     found = check_large_step(evidence(lr=lr))
     assert found.severity == severity
@@ -161,3 +162,9 @@ def test_weights_that_do_not_move():
     found = check_moves(frozen)
     assert found.kind == "frozen"
     assert "requires_grad" in found.text
+
+
+def test_noise_of_another_size_is_another_temperature():
+    found = check_noise(evidence(noise_level=0.5))
+    assert "0.25 times as hot" in found.text
+    assert check_noise(evidence(noise_level=1.0)) is None

@@ -7,6 +7,7 @@ from scipy.signal import lfilter
 
 from devsample import LLCResult
 from devsample.analysis import pool
+from devsample.diagnosis import diagnose
 from devsample.errors import InvalidArgumentError, ReportWarning
 from tests.unit.test_results import SETTINGS, make_result, table
 
@@ -318,3 +319,11 @@ def test_nothing_of_the_sources_changes():
     LLCResult.merge(one, other)
     assert [one.to_dict(), other.to_dict()] == before[:2]
     assert one.draws.equals(before[2])
+
+
+def test_runs_that_went_on_until_they_were_precise_are_merged_and_looked_at():
+    until = {"se": 0.1, "relative": None, "max_draws": 10, "goal": 0.1, "ended": "max_draws"}
+    both = LLCResult.merge(run(1, 2, 90, until=until), run(0, 2, 200))
+    assert both.estimate.num_chains == 4
+    assert both.verdict in ("trust", "caution", "reject")
+    assert diagnose(both).num_chains == 4  # of unequal length
