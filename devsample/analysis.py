@@ -267,7 +267,7 @@ def _all_failed(lost: Mapping[int, LostChain], draws: pd.DataFrame) -> AllChains
     return error
 
 
-_WITH_LAW = ("SGLD", "SGHMC", "MALA", "HMC")
+_WITH_LAW = ("SGLD", "SGHMC", "SGNHT", "MALA", "HMC")
 
 
 def _bias(

@@ -31,7 +31,7 @@ REMEDIES = {
     "died": "look in its log for a lack of memory or a kill",
     "stopped": "let it run to the end",
 }
-OVERDAMPED = ("SGLD", "SGHMC")
+OVERDAMPED = ("SGLD", "SGHMC", "SGNHT")
 
 
 def check_samples(evidence: Evidence) -> Finding | None:

@@ -220,6 +220,7 @@ def _decide(
     if lr is None:
         curvature = _explore(probe, setting, objective, center, steps, nbeta, localization)
         lr = _AUTO_LR / (nbeta * curvature + localization)
+        lr /= max(1.0, sampler.kernel(lr=lr, nbeta=nbeta).step_bias)
         if burnin == 0:
             slowest = max(localization, nbeta * curvature / _SLOWEST_MODE)
             speed = sampler.kernel(lr=lr, nbeta=nbeta).speed

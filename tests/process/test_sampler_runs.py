@@ -461,3 +461,13 @@ def test_autocast_computes_with_the_weights_of_the_step(changes: dict[str, Any],
         )
     assert losses.difference < 1e-6
     assert len(losses.values) == 40
+
+
+def test_the_chosen_step_is_smaller_where_a_sampler_has_a_bias_of_its_own():
+    steps = {}
+    for name in ("SGLD", "AdamSGLD"):
+        chosen = run(sampling_method=SAMPLERS[name], optimizer_kwargs={"nbeta": 20.0}, num_draws=5)
+        steps[name] = chosen.settings["lr"]
+    bias = SAMPLERS["AdamSGLD"].kernel(lr=1.0, nbeta=1.0).step_bias
+    assert bias > 10
+    assert steps["AdamSGLD"] == pytest.approx(steps["SGLD"] / bias)

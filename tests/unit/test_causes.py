@@ -168,3 +168,10 @@ def test_noise_of_another_size_is_another_temperature():
     found = check_noise(evidence(noise_level=0.5))
     assert "0.25 times as hot" in found.text
     assert check_noise(evidence(noise_level=1.0)) is None
+
+
+@pytest.mark.parametrize("sampler", ["SGLD", "SGHMC", "SGNHT"])
+def test_steps_are_checked_for_samplers_whose_relaxation_is_known(sampler):
+    assert check_large_step(evidence(sampler=sampler, lr=1.6e-2)) is not None
+    assert check_small_step(evidence(sampler=sampler, lr=1e-6)) is not None
+    assert check_large_step(evidence(sampler="AdamSGLD", lr=1.6e-2)) is None
