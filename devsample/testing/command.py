@@ -15,9 +15,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from devsample.checkpoints import write_bytes
 from devsample.errors import InvalidArgumentError
-from devsample.machine import leave_with_parent
 
 TEXT = """\
 Run samplers on losses whose nβ (E[L] − L(w*)) is known at a finite nβ, with step size and
@@ -99,6 +97,8 @@ class _Files:
 
     def write(self, lines: Sequence[Line], text: str) -> None:
         """Replace both."""
+        from devsample.checkpoints import write_bytes
+
         rows = [{key: value for key, value in line.items() if key != "row"} for line in lines]
         write_bytes(self.text, (text + "\n").encode())
         write_bytes(self.rows, json.dumps(rows, indent=1).encode())
@@ -154,6 +154,8 @@ def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _start_worker() -> None:
+    from devsample.machine import leave_with_parent
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends them
     leave_with_parent()
 
