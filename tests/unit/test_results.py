@@ -238,7 +238,7 @@ def test_the_noise_of_a_lost_chain_does_not_count(traces):
 
 
 def test_no_bias_is_predicted_for_another_sampler_or_without_noise(traces):
-    assert make_result(traces, sampler="SGNHT").predicted_bias is None
+    assert make_result(traces, sampler="RMSPropSGLD").predicted_bias is None
     assert make_result(traces, at_center={}).predicted_bias is None
 
 
