@@ -68,9 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(done.code or 0)
     try:
         run: Callable[[argparse.Namespace], int] = vars(options).pop("run")
-        return run(options)
+        code = run(options)
+        sys.stdout.flush()
+        return code
     except DevsampleError as error:
         print(f"devsample: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader has gone, as in `devsample truths --list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("\ndevsample: interrupted; every process it started has ended.", file=sys.stderr)

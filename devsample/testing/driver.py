@@ -58,7 +58,8 @@ class Drive:
         self._rungs, self._chance_of_rung = rungs, _chances(rungs)
         self._generator = np.random.default_rng(seed)
         keys = chain_keys(seed, len(position))
-        self._noise = NormalBlocks(keys, position.shape[1], position.dtype, position.device)
+        # Single precision is enough of a normal number, and five times faster.
+        self._noise = NormalBlocks(keys, position.shape[1], torch.float32, position.device)
         self._chances = NormalBlocks(keys, 2, torch.float64, position.device, Role.ACCEPT)
         if isinstance(kernel, ReferenceKernel):
             self._buffers = kernel.start(self.position, self._full)
@@ -97,14 +98,14 @@ class Drive:
                 kernel = self._rungs[self._generator.choice(len(self._rungs), p=self._chance_of_rung)]
                 self._buffers["log_lr"].fill_(math.log(kernel.lr))
             uniform = torch.special.ndtr(self._chances.plain(step))
-            noise = self._noise.plain(step)
+            noise = self._noise.plain(step).to(self.position)
             kernel.transition(self.position, self._center, noise, uniform, self._full, self._buffers)
             self.gradients += kernel.num_gradients
             return
         averaged = kernel.noise_kind == "averaged"
         noise = self._noise.averaged(step) if averaged else self._noise.plain(step)
         gradient = self._gradient(self.position, step)
-        kernel.step(self.position, gradient, self._center, noise, self._buffers)
+        kernel.step(self.position, gradient, self._center, noise.to(self.position), self._buffers)
         self.gradients += 1
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from devsample.errors import InvalidArgumentError
 from devsample.samplers import SAMPLERS, Kernel, Sampler
 from devsample.samplers.hmc import HMCKernel
 from devsample.testing.cases import Case, all_cases
@@ -23,7 +24,7 @@ TARGET_SE = 0.0038  # relative; a sampler passes with at most LARGEST_SE
 LARGEST_SE = 0.004
 LARGEST_Z = 4.0
 MOST_STEPS = 1e8  # chain-steps that a sampler may be asked for
-MOST_GRADIENTS = 4e9  # that HMC may take
+MOST_GRADIENTS = 1e10  # that HMC may take
 STEP, LARGEST_STEP = 0.4, 1.0  # ε·a where most of L comes from, and at most
 STEP_BIAS = 0.002  # relative, by the first-order law, of samplers that have one
 REQUIRED = ("SGLD", "SGHMC", "SGNHT", "RMSPropSGLD")
@@ -31,9 +32,11 @@ REQUIRED = ("SGLD", "SGHMC", "SGNHT", "RMSPropSGLD")
 
 _FEWEST_ROWS, _ROWS, _ENTRIES = 64, 512, 4096  # chains side by side, and their entries
 _DRAWS_PER_ROW = 16  # independent draws that each row must make itself
-_DRAWS_PER_ROUND, _LOOK_EVERY = 64, 8
+_DRAWS_PER_ROUND, _LOOK_EVERY = 256, 8
+_BURNIN = 1 / 32  # of a round
 _SHORTEST_BURNIN = 2000  # steps: time for a preconditioner or a thermostat to adapt
-_FEWEST_TRANSITIONS = 40  # of HMC before the first draw
+_SHORT = 1 / 16  # of a trajectory's length, for half of the gradients
+_FEWEST_TRANSITIONS = 10  # of HMC and MALA before the first draw
 _SEED = 20240917
 
 
@@ -46,7 +49,8 @@ class Plan:
         sampler: name of the sampler.
         kernel: its update with all values.
         rows: chains side by side.
-        round: steps in which slow directions relax (of HMC and MALA: four times that).
+        round: steps in which slow directions relax (of MALA: four times that; of HMC: transitions in
+            which the rarest step size has its turn 32 times).
         predicted: chain-steps (of a reference sampler: gradients) until the standard error is reached.
         rungs: HMC only: the kernel at several step sizes, see `devsample.testing.driver.rungs`.
     """
@@ -130,13 +134,14 @@ def plan(case: Case, sampler: str | type[Sampler], **options: Any) -> Plan:
       0.2 % of the value. MALA: ≤ 1 for all, since it neither enters nor leaves a region in which it is
       unstable. HMC takes the step sizes of `devsample.testing.driver.rungs` in turn, at random.
     * A draw is taken as independent after :math:`2/(ε s G a_{min}) + s` steps: a_min the smallest precision
-      that there is (γ; in a box :math:`(π/2r)^2`), s the sampler's speed. HMC: trajectories of 1.5/√a_min.
+      that there is (γ; in a box :math:`(π/2r)^2`), s the sampler's speed. HMC: after a
+      trajectory of 1.5/√a_min; half of its gradients go into trajectories a sixteenth as long.
     * One draw has the relative standard deviation 1/√λ, so 0.38 % takes 1/(λ 0.0038²) draws.
     * So many chains that each must make 16 of these draws itself; 64 to 512, fewer for many parameters.
       HMC and MALA: as many as the pilot has, up to 4096.
     """
     name = sampler if isinstance(sampler, str) else sampler.__name__
-    kind = SAMPLERS[sampler] if isinstance(sampler, str) else sampler
+    kind = _sampler(name) if isinstance(sampler, str) else sampler
     found = ensemble(case.name)
     slowest = _slowest(case, found)
     given = {"nbeta": case.nbeta, "localization": case.gamma, "bounding_box_size": case.box} | options
@@ -166,25 +171,26 @@ def _reference_plan(
     draws: float,
     scales: tuple[float, float, float, float],
 ) -> Plan:
-    """MALA at the smallest of the rungs; HMC at all of them, so long that each is taken."""
+    """MALA at the smallest of the rungs; HMC at all of them, with long and short trajectories."""
     steps, make = rungs(*scales), kind.kernel
     kernel = make(lr=steps[-1][0], **given)
     if not isinstance(kernel, HMCKernel):
         relaxation = max(2.0, 2 / (steps[-1][0] * scales[-1]))
         return Plan(case, name, kernel, rows, math.ceil(4 * relaxation), 1.2 * draws * relaxation)
+    cost = 1.2 * draws * 2 * len(steps) / sum(1 / length for _, length in steps)
+    steps += [(lr, math.ceil(length * _SHORT)) for lr, length in steps]
     kernels = tuple(dataclasses.replace(kernel, lr=lr, num_leapfrog_steps=length) for lr, length in steps)
-    shares = sum(1 / length for _, length in steps)
-    rarest = steps[-1][1] * shares
-    cost = 1.2 * draws * 2 * len(steps) / shares
-    return Plan(case, name, kernels[0], rows, max(_FEWEST_TRANSITIONS, math.ceil(3 * rarest)), cost, kernels)
+    rarest = max(length for _, length in steps) * sum(1 / length for _, length in steps)
+    return Plan(case, name, kernels[0], rows, math.ceil(32 * rarest), cost, kernels)
 
 
 def run(plan: Plan, *, most: float | None = None, control: Callable[[Drive], None] | None = None) -> Outcome:
     """Run a plan until the standard error is reached.
 
-    The chains start where the pilot has ended, and burn in for an eighth of a round, 2000 steps at least
-    (HMC and MALA: a round). Draws go on until the standard error is reached, for an eighth of a round
-    at least: a chain that stands still never reaches it, for there are too few of them.
+    The chains start where the pilot has ended, as draws of their law, and burn in for a 32nd of a round,
+    2000 steps at least (MALA: ten transitions; HMC: one turn of the rarest step size). Draws go on until
+    the standard error is reached, for a 32nd of a round at least: chains that stand still never reach it,
+    for there are too few of them.
 
     Args:
         plan: what to run.
@@ -199,7 +205,8 @@ def run(plan: Plan, *, most: float | None = None, control: Callable[[Drive], Non
     drive = Drive(case.potential, plan.kernel, position, seed=_SEED + 1, rungs=plan.rungs)
     if control is not None:
         control(drive)
-    burnin = plan.round if plan.kernel.full_data else max(plan.round // 8, _SHORTEST_BURNIN)
+    fewest = _FEWEST_TRANSITIONS if plan.kernel.full_data else _SHORTEST_BURNIN
+    burnin = max(round(plan.round * _BURNIN), fewest)
     drive.advance(burnin // 2)
     drive.freeze()
     drive.advance(burnin - burnin // 2)
@@ -216,7 +223,7 @@ def run(plan: Plan, *, most: float | None = None, control: Callable[[Drive], Non
             continue
         means = case.nbeta * total / number
         value, se = float(means.mean()), float(means.std()) / math.sqrt(plan.rows)
-        enough = se <= TARGET_SE * abs(case.expected) and number >= draws / 8
+        enough = se <= TARGET_SE * abs(case.expected)
         cost = drive.gradients if plan.kernel.full_data else drive.step
         if enough or (cost - burnt) * plan.rows >= most or not math.isfinite(value):
             break
@@ -247,6 +254,12 @@ def row(result: Outcome | Plan) -> str:
         f"| {100 * result.deviation:+.2f} % | {'yes' if result.passed else 'no'} "
         f"| {how.predicted:.1e} | {result.gradients:.1e} | {result.seconds:.0f} |"
     )
+
+
+def _sampler(name: str) -> type[Sampler]:
+    if name not in SAMPLERS:
+        raise InvalidArgumentError(f"sampler: {name!r} is none of {', '.join(SAMPLERS)}.")
+    return SAMPLERS[name]
 
 
 def _size(case: Case) -> float:
