@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
@@ -40,6 +41,7 @@ class Sampler(torch.optim.Optimizer):
 
     Raises:
         InvalidArgumentError: a hyperparameter out of its range, a mask that does not fit.
+        TypeError: a hyperparameter that the sampler does not have, or one that is missing.
     """
 
     kernel: ClassVar[Callable[..., Kernel]]
@@ -53,6 +55,7 @@ class Sampler(torch.optim.Optimizer):
         freeze_after: int | None = None,
         **hyperparameters: Any,
     ) -> None:
+        _check_names(type(self), hyperparameters)
         filled = vars(type(self).kernel(**hyperparameters))
         self._names = tuple(filled)
         self._kernels: dict[int, Kernel] = {}
@@ -265,6 +268,21 @@ class Sampler(torch.optim.Optimizer):
                 found = mask
                 self._unmatched.discard(key if isinstance(key, str) else id(key))
         return found
+
+
+def _check_names(kind: type[Sampler], given: Mapping[str, Any]) -> None:
+    """Raise if a hyperparameter is unknown or missing."""
+    known = dataclasses.fields(kind.kernel)  # type: ignore[arg-type]
+    names = [one.name for one in known]
+    unknown = [name for name in given if name not in names]
+    missing = [one.name for one in known if one.default is dataclasses.MISSING and one.name not in given]
+    if unknown:
+        raise TypeError(
+            f"{kind.__name__} has no hyperparameter {unknown[0]!r}; it has {', '.join(names)}, and "
+            "generator, masks, freeze_after."
+        )
+    if missing:
+        raise TypeError(f"{kind.__name__} needs {' and '.join(missing)}: give it by keyword.")
 
 
 def _check_parameter(parameter: torch.Tensor, mask: Any) -> None:

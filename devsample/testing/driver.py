@@ -23,6 +23,9 @@ Gradient = Callable[[torch.Tensor, int], torch.Tensor]
 _PILOT_ROWS = 512
 _SETTLED = 1.5  # growth of the largest precision below which a round of the pilot changes little
 _MOST_LEAPFROGS = 500
+_FEW_ENTRIES = 24
+_ROUNDS = 12  # at the end of a pilot
+_SHORT, _MOST_SHORT = 1 / 16, 64  # short trajectories: their length, and how many follow a long one
 _SMALL_NBETA, _HEATING, _ROUNDS_PER_STAGE = 100.0, 4.0, 8
 _RUNG = 4.0  # between the step sizes ε of two rungs
 
@@ -176,7 +179,6 @@ def settle(
     gamma: float,
     box: float | None,
     seed: int,
-    rounds: int = 12,
     rows: int = _PILOT_ROWS,
 ) -> Ensemble:
     """Bring rows from w* to the posterior by HMC, and measure its scales on the way.
@@ -197,7 +199,7 @@ def settle(
             gradients += _round(position, stage, box, generator)
     last, calm, number = scales[-1], 0, 0
     last.look_at(position)
-    while calm < rounds and number < 4 * rounds:
+    while calm < _ROUNDS and number < 4 * _ROUNDS:
         before = last.largest
         gradients += _round(position, last, box, generator)
         calm = calm + 1 if last.largest <= _SETTLED * before else 0
@@ -207,17 +209,25 @@ def settle(
 
 
 def _round(position: torch.Tensor, scales: _Scales, box: float | None, generator: torch.Generator) -> int:
-    """A trajectory at each rung, in place, cut short at rare rungs; returns the gradients it took."""
+    """A trajectory at each rung, in place, cut short at rare rungs; returns the gradients it took.
+
+    Where a product |a| |b| of d entries each has to vanish, its ratio |a|/|b| is free over decades, but
+    moves by 1/√d at most in a trajectory, for the faster of the two keeps its action. So many entries
+    take many trajectories, which may be short.
+    """
     potential, gamma = scales.potential, scales.gamma
     full, (rows, size) = _Full(potential), position.shape
     largest = scales.look_at(position)
     slowest = gamma or (4 / box**2 if box else largest / size)
     ladder = rungs(scales.typical(position), largest, scales.trace(position), slowest)
     most = max(_MOST_LEAPFROGS, ladder[0][1])
-    for lr, length in ladder:
+    many = min(size // 3, _MOST_SHORT) if size > _FEW_ENTRIES else 0
+    taken = [(lr, min(length, most)) for lr, length in ladder]
+    taken += [(lr, math.ceil(length * _SHORT)) for lr, length in taken for _ in range(many)]
+    for lr, length in taken:
         kernel = HMCKernel(
             lr=lr,
-            num_leapfrog_steps=min(length, most),
+            num_leapfrog_steps=length,
             nbeta=scales.nbeta,
             localization=gamma,
             bounding_box_size=box,
@@ -228,7 +238,7 @@ def _round(position: torch.Tensor, scales: _Scales, box: float | None, generator
         buffers = kernel.start(position, full)
         kernel.transition(position, potential.center.double(), noise, uniform, full, buffers)
     scales.look_at(position)
-    return rows * sum(min(length, most) for _, length in ladder)
+    return rows * sum(length for _, length in taken)
 
 
 def rungs(typical: float, largest: float, trace: float, slowest: float) -> list[tuple[float, int]]:

@@ -31,11 +31,13 @@ REQUIRED = ("SGLD", "SGHMC", "SGNHT", "RMSPropSGLD")
 """Samplers that must pass the quadratic cases, linear regression, and reduced rank with λ ≥ 1, nβ ≤ 1e4."""
 
 _FEWEST_ROWS, _ROWS, _ENTRIES = 64, 512, 4096  # chains side by side, and their entries
+_FEWEST_PILOTS = 128
 _DRAWS_PER_ROW = 16  # independent draws that each row must make itself
 _DRAWS_PER_ROUND, _LOOK_EVERY = 256, 8
 _BURNIN = 1 / 32  # of a round
 _SHORTEST_BURNIN = 2000  # steps: time for a preconditioner or a thermostat to adapt
 _SHORT = 1 / 16  # of a trajectory's length, for half of the gradients
+_FEW_RUNGS = 3  # with more, stiffness varies so much that L depends on what only long trajectories change
 _FEWEST_TRANSITIONS = 10  # of HMC and MALA before the first draw
 _SEED = 20240917
 
@@ -120,7 +122,7 @@ def is_basic(case: Case) -> bool:
 def ensemble(name: str) -> Ensemble:
     """The pilot of a case, by name."""
     (case,) = [one for one in all_cases() if one.name == name]
-    rows = int(max(_ROWS, min(8 * _ROWS, 2 * _ENTRIES / case.num_parameters)))
+    rows = int(max(_FEWEST_PILOTS, min(8 * _ROWS, 2 * _ENTRIES / case.num_parameters)))
     return settle(case.potential, nbeta=case.nbeta, gamma=case.gamma, box=case.box, seed=_SEED, rows=rows)
 
 
@@ -135,7 +137,8 @@ def plan(case: Case, sampler: str | type[Sampler], **options: Any) -> Plan:
       unstable. HMC takes the step sizes of `devsample.testing.driver.rungs` in turn, at random.
     * A draw is taken as independent after :math:`2/(ε s G a_{min}) + s` steps: a_min the smallest precision
       that there is (γ; in a box :math:`(π/2r)^2`), s the sampler's speed. HMC: after a
-      trajectory of 1.5/√a_min; half of its gradients go into trajectories a sixteenth as long.
+      trajectory of 1.5/√a_min; with up to three step sizes half of the gradients go into others, a
+      sixteenth as long.
     * One draw has the relative standard deviation 1/√λ, so 0.38 % takes 1/(λ 0.0038²) draws.
     * So many chains that each must make 16 of these draws itself; 64 to 512, fewer for many parameters.
       HMC and MALA: as many as the pilot has, up to 4096.
@@ -178,7 +181,8 @@ def _reference_plan(
         relaxation = max(2.0, 2 / (steps[-1][0] * scales[-1]))
         return Plan(case, name, kernel, rows, math.ceil(4 * relaxation), 1.2 * draws * relaxation)
     cost = 1.2 * draws * 2 * len(steps) / sum(1 / length for _, length in steps)
-    steps += [(lr, math.ceil(length * _SHORT)) for lr, length in steps]
+    if len(steps) <= _FEW_RUNGS:
+        steps += [(lr, math.ceil(length * _SHORT)) for lr, length in steps]
     kernels = tuple(dataclasses.replace(kernel, lr=lr, num_leapfrog_steps=length) for lr, length in steps)
     rarest = max(length for _, length in steps) * sum(1 / length for _, length in steps)
     return Plan(case, name, kernels[0], rows, math.ceil(32 * rarest), cost, kernels)
@@ -195,7 +199,7 @@ def run(plan: Plan, *, most: float | None = None, control: Callable[[Drive], Non
     Args:
         plan: what to run.
         most: chain-steps (of a reference sampler: gradients) after burn-in at which it ends in any case;
-            default: eight times the prediction.
+            default: 16 times the prediction.
         control: called with the chains before the first step.
     """
     started = time.monotonic()
@@ -211,7 +215,7 @@ def run(plan: Plan, *, most: float | None = None, control: Callable[[Drive], Non
     drive.freeze()
     drive.advance(burnin - burnin // 2)
     burnt = drive.gradients if plan.kernel.full_data else drive.step
-    most = most or max(8 * plan.predicted, 8.0 * plan.round * plan.rows)
+    most = most or max(16 * plan.predicted, 8.0 * plan.round * plan.rows)
     draws = min(_DRAWS_PER_ROUND, plan.round)
     between = max(1, plan.round // draws)
     total, number = torch.zeros(plan.rows, dtype=torch.float64), 0
