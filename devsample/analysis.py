@@ -12,6 +12,7 @@ import numpy as np
 
 from devsample.diagnostics import CHAINS_DIFFER, Description, Draws, PredictedBias, describe, predict_bias
 from devsample.errors import AllChainsFailedError
+from devsample.measured import measured_bias
 from devsample.verdict import Evidence, Finding, LostChain, examine
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class ChainInfo:
         hessian_trace: trace of the Hessian of the loss there; None if not measured.
         curvature: its largest eigenvalue in size; None if not measured (it is for two chains).
         moved: share of the moving entries whose value, in the model's dtype, differs from that at w*.
+        step_bias: means over 20 stretches of its rerun of nβ (L(w) − L(w')), w with lr and w' with lr/2;
+            None if it was not rerun.
         run: of a merged result: which run it comes from, as numbered in ``provenance["runs"]``.
         source_chain: of a merged result: its index in that run.
     """
@@ -54,6 +57,7 @@ class ChainInfo:
     hessian_trace: float | None = None
     curvature: float | None = None
     moved: float | None = None
+    step_bias: tuple[float, ...] | None = None
     run: int | None = None
     source_chain: int | None = None
 
@@ -125,6 +129,9 @@ def analyse(recorded: Recorded) -> Analysis:
         recorded.settings,
         curvature=max((one.curvature for one in infos if one.curvature is not None), default=None),
         moved=_mean([one.moved for one in infos if one.moved is not None]),
+        measured=measured_bias(
+            [one.step_bias for one in infos], estimate.mean, recorded.settings.get("lr", math.nan)
+        ),
     )
     return Analysis(estimate, each, lost, bias, examine(evidence))
 

@@ -26,7 +26,7 @@ from devsample.executors.devices import slot_devices
 from devsample.flat import resolve_masks
 from devsample.losses import resolve_evaluate
 from devsample.machine import available_cores
-from devsample.observables import check_observables, columns_of
+from devsample.observables import check_observables, columns_of, stepbias
 from devsample.payload import Parts, home_device, unwrap
 from devsample.samplers import Sampler
 from devsample.seeds import check_seed, fresh_seed
@@ -133,7 +133,8 @@ def make_plan(given: Arguments) -> Plan:
             )
     model = _check_model(given.model)
     sampler = sampler_spec(given.sampling_method, given.optimizer_kwargs)
-    observables = check_observables(given.observables, sampler.kernel(**DECIDED_LATER))
+    kernel = sampler.kernel(**DECIDED_LATER)
+    observables = check_observables(given.observables, kernel)
     run = _run_spec(given, sampler, tuple(name for name, _ in columns_of(observables)))
     slots = slot_devices(
         given.cores, given.device, given.gpu_idxs, given.devices, home_device(model), run.num_chains
@@ -142,6 +143,9 @@ def make_plan(given: Arguments) -> Plan:
     callbacks = check_callbacks(given.callbacks, run.num_chains, travels=in_processes)
     masks = resolve_masks(unwrap(model), *_masks(given))
     loader_spec = _loader_spec(given)
+    stepbias.check_sampling(observables, loader_spec.order)
+    if stepbias.wanted(observables) is not None:
+        stepbias.check_kernel(kernel, None if run.auto else run.num_burnin_steps)
     if in_processes or loader_spec.num_workers > 0:
         _check_may_have_children()
     evaluate = resolve_evaluate(given.evaluate)

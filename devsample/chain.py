@@ -22,6 +22,7 @@ from devsample.observables import record_type
 from devsample.observing.draws import AtDraw, DrawObserver, Setting
 from devsample.observing.sources import Sources
 from devsample.samplers import Kernel
+from devsample.samplers.base import Buffers
 from devsample.samplers.foreign import ForeignKernel, OptimizerRows
 from devsample.samplers.reference import ReferenceKernel
 from devsample.schedule import Row, Schedule, take
@@ -304,6 +305,16 @@ class Group:
         self._flushed += self._pending
         self._pending = 0
         self._last_flush = time.monotonic()
+
+    @property
+    def buffers(self) -> Buffers:
+        """The sampler's, at ``position``."""
+        return self._buffers
+
+    @property
+    def evaluator(self) -> Callable[[torch.Tensor], RowByRow]:
+        """Makes what computes losses and gradients of the rows at states (K, P)."""
+        return self._evaluator
 
     def close(self) -> None:
         """Write what is pending, if the device still answers, and close the files."""

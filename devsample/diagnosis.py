@@ -85,6 +85,7 @@ class Diagnostics:
         below_baseline: share of the draws whose loss is below that at w*, see :func:`below_baseline`.
         plateau_slope: dλ̂/d ln nβ, see :func:`plateau_slope`.
         virial: E[(w − w*)·∇U]/d, see :func:`virial`.
+        step_bias: bias of λ̂ from the step size, from chains with lr/2: `devsample.measured.measured_bias`.
         num_chains: chains in use.
         num_draws: draws of each that count.
         steps_per_draw: steps from draw to draw.
@@ -99,6 +100,7 @@ class Diagnostics:
     num_draws: int
     steps_per_draw: int
     num_burnin_steps: int
+    step_bias: Measured = Measured(math.nan, math.nan, "not measured")
 
     def __str__(self) -> str:
         return _render(self)
@@ -132,6 +134,7 @@ def diagnose(result: LLCResult) -> Diagnostics:
         num_draws=result.estimate.num_draws,
         steps_per_draw=steps,
         num_burnin_steps=int(result.settings.get("num_burnin_steps", 0)),
+        step_bias=step_bias(result),
     )
 
 
@@ -248,6 +251,18 @@ def virial(columns: Mapping[str, Draws]) -> Measured:
     return Measured(found.mean, found.se)
 
 
+def step_bias(result: LLCResult) -> Measured:
+    """Bias of the estimate from the step size, to first order in lr, from reruns with lr and lr/2.
+
+    Args:
+        result: of a run with ``observables=("step_bias",)``.
+    """
+    found = result.measured_bias
+    if found is None:
+        return _no('not measured: pass observables=("step_bias",) to the run')
+    return Measured(found.value, found.se)
+
+
 def _no(why: str) -> Measured:
     return Measured(math.nan, math.nan, why)
 
@@ -308,7 +323,18 @@ def _notes(given: Diagnostics) -> list[str]:
     for name, one in [("plateau slope", given.plateau_slope), ("virial", given.virial)]:
         value = f"{format_number(one.value)} ± {format_number(one.se, 2)}"
         lines.append(f"{name:<21}{one.missing or value}")
-    return lines
+    return [*lines, f"step bias (lr against lr/2): {_step_bias_sentence(given)}"]
+
+
+def _step_bias_sentence(given: Diagnostics) -> str:
+    """The bias in units of λ̂, and relative to it."""
+    one, estimate = given.step_bias, abs(given.quantities["llc"].estimate.mean)
+    if one.missing:
+        return one.missing
+    value = f"{format_number(one.value, 2)} ± {format_number(one.se, 2)}"
+    if not estimate:
+        return value
+    return f"{value} ({100 * one.value / estimate:.1f} ± {100 * one.se / estimate:.1f} % of λ̂)"
 
 
 def burnin_sentence(given: Diagnostics) -> str:

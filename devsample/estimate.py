@@ -124,7 +124,8 @@ def estimate_learning_coeff_with_summary(
             ("gradient_norm", "noise_norm", "localization_norm", "weight_norm", "distance"; another p as
             in "gradient_norm:1"), products ("gradient_dot_noise"), "virial", "full_loss", "second_batch",
             "mala_acceptance" of SGLD, "acceptance" of HMC and MALA; ``LossOn`` and ``SampleLosses`` of
-            `devsample.observables`; (name, function) or {name: function}.
+            `devsample.observables`; (name, function) or {name: function}; and "step_bias" (or ``StepBias``),
+            which is measured once, after the last draw.
         until: ``Precision(se=...)`` or ``Precision(relative=...)``: ``num_draws`` is the first round only,
             and the chains go on in rounds until the standard error is reached.
         devices: devices of the chain processes, in turn.
@@ -280,6 +281,7 @@ def _chain_info(plan: Plan, outcome: ChainOutcome) -> ChainInfo:
         hessian_trace=outcome.hessian_trace,
         curvature=outcome.curvature,
         moved=outcome.moved,
+        step_bias=outcome.step_bias,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from devsample.diagnostics import Description, Draws, PredictedBias
+from devsample.measured import MeasuredBias
 
 __all__ = ["Evidence", "Finding", "LostChain", "format_number", "percent"]
 
@@ -53,6 +54,7 @@ class Evidence:
         curvature: the largest |h| of the Hessian that the chains ended at, None if it was not measured.
         moved: share of the moving entries that differ from w* in the end, in the model's own dtype, the
             mean over chains; None if it was not measured.
+        measured: the bias from the step size, None if the chains were not rerun.
     """
 
     llc: Draws
@@ -64,6 +66,7 @@ class Evidence:
     settings: Mapping[str, Any]
     curvature: float | None = None
     moved: float | None = None
+    measured: MeasuredBias | None = None
 
 
 def format_number(value: float, digits: int = 3) -> str:

@@ -121,6 +121,7 @@ def _cost(plan: Plan, finished: Finished) -> tuple[Mapping[str, int], int | None
         lr=prepared.lr, nbeta=prepared.nbeta, localization=prepared.localization
     )
     steps = sum(outcome.steps for outcome in finished.outcomes.values())
+    again = sum(outcome.rerun_steps for outcome in finished.outcomes.values())
     draws = sum(outcome.num_draws for outcome in finished.outcomes.values())
     if isinstance(kernel, ReferenceKernel):
         return {"gradients": steps * kernel.num_gradients, "forwards": 0}, prepared.num_samples
@@ -128,6 +129,6 @@ def _cost(plan: Plan, finished: Finished) -> tuple[Mapping[str, int], int | None
     separate = prepared.sampling != "iid"  # the loss is then read on a batch of its own
     per_draw = int(run.baseline == "paired" and (separate or not control)) + int(separate)
     return {
-        "gradients": steps * run.grad_accum_steps * (2 if control else 1),
+        "gradients": (steps * (2 if control else 1) + again * (5 if control else 3)) * run.grad_accum_steps,
         "forwards": draws * run.grad_accum_steps * per_draw,
     }, None if spec.batch_sampler is not None else spec.batch_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from devsample.analysis import Analysis, ChainInfo, Recorded, analyse
 from devsample.diagnostics import Description, PredictedBias
 from devsample.errors import InvalidArgumentError
+from devsample.measured import MeasuredBias, measured_bias
 from devsample.summary import headline, render, short
 from devsample.tables import (
     make_chains_table,
@@ -169,6 +171,12 @@ class LLCResult(Mapping[str, Any]):
     def rhat(self) -> float:
         """Split R-hat."""
         return self.estimate.rhat
+
+    @property
+    def measured_bias(self) -> MeasuredBias | None:
+        """Bias from the step size, as chains with lr/2 show it; None if not measured."""
+        used = [self._recorded.chains[i].step_bias for i in self._used()]
+        return measured_bias(used, self.llc, self._recorded.settings.get("lr", math.nan))
 
     @property
     def verdict(self) -> Verdict:

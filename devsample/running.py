@@ -205,7 +205,8 @@ class _Run:
             before = self.outcomes.get(chain.chain)
             if before is not None:  # an earlier round
                 seconds = chain.seconds + before.seconds
-                self.outcomes[chain.chain] = dataclasses.replace(chain, seconds=seconds)
+                steps = chain.rerun_steps + before.rerun_steps
+                self.outcomes[chain.chain] = dataclasses.replace(chain, seconds=seconds, rerun_steps=steps)
             else:
                 self.outcomes[chain.chain] = chain
             if self._progress is not None:

@@ -55,6 +55,8 @@ class Role(enum.IntEnum):
     ACCEPT = 12
     SECOND_ORDER = 13
     OBSERVE = 14
+    RERUN_ORDER = 15
+    RERUN = 16
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from typing import Any
 
 import torch
 
-from devsample import ambient
+from devsample import ambient, rerun
 from devsample.callbacks import Caller, dump_state
 from devsample.chain import PROBE_STEPS, Group
 from devsample.checkpoints import Checkpoint, load_checkpoint, write_json
@@ -25,7 +27,7 @@ from devsample.errors import LoaderWorkerError
 from devsample.flat import FlatParameters
 from devsample.fulldata import FullData
 from devsample.objective import Objective, preserved_process_state
-from devsample.observables import record_type
+from devsample.observables import record_type, stepbias
 from devsample.observing.center import look_at_center
 from devsample.observing.sources import Sources
 from devsample.outcomes import failed, failed_chain
@@ -37,6 +39,7 @@ from devsample.samplers import Kernel
 from devsample.schedule import Row
 from devsample.serialize import dumps, short_error
 from devsample.specs import Prepared
+from devsample.stacked import quiet
 from devsample.types import ChainOutcome, Emit, Event, Job, Outcome, Task
 
 _LARGEST_CHECK_BATCH = 1 << 26
@@ -111,6 +114,7 @@ class Session:
             self._loader,
         )
         prepared, batch = prepare(setting)
+        stepbias.check_sampling(parts.observables, prepared.sampling)
         prepared = self._observe_center(prepared, batch)
         write_json(self._job.run_dir / "prepared.json", prepared.to_dict())
         return Outcome(task, prepared=prepared.to_dict() | {"check_batch": _batch_bytes(batch)})
@@ -149,7 +153,7 @@ class Session:
         started, attempt = time.monotonic(), task.attempt
         group: Group | None = None
         error: Exception | None = None
-        noise: dict[int, dict[str, float]] = {}
+        noise: dict[int, dict[str, Any]] = {}
         try:
             group = self._group(chains, callbacks, task, emit)
             noise = self._draw(group)
@@ -232,24 +236,50 @@ class Session:
             needs_grad=prepared.needs_grad,
         )
 
-    def _draw(self, group: Group) -> dict[int, dict[str, float]]:
+    def _draw(self, group: Group) -> dict[int, dict[str, Any]]:
         """All steps of a group, then what is measured at its last states, by chain."""
+        found: dict[int, dict[str, Any]] = {}
         try:
-            served = self._loader.serve(group.requests())
+            steps = self._rerun_steps(group)
+            asked = itertools.chain(group.requests(), rerun.requests(self._loader, group.rows, steps))
+            served = self._loader.serve(asked)
             group.run(served)
             self._full = group.full
             group.save()
+            if not all(row.alive for row in group.rows):
+                return {}
             try:  # the draws are there; the measurement is an extra
-                return self._probe(group, served) if all(row.alive for row in group.rows) else {}
+                what = "gradient noise"
+                found = self._probe(group, served)
+                what = "step bias"
+                return self._rerun(group, served, steps, found) if steps else found
             except Exception as error:
                 for row in group.rows:
-                    row.note = f"its gradient noise could not be measured ({short_error(error)})"
-                return {}
+                    row.note = f"its {what} could not be measured ({short_error(error)})"
+                return found
         finally:  # the next group starts from the same model
             group.objective.flat.point_to(group.center)
             group.objective.reset_buffers()
 
-    def _probe(self, group: Group, served: Any) -> dict[int, dict[str, float]]:
+    def _rerun_steps(self, group: Group) -> int:
+        asked = stepbias.wanted(self._parts.observables)
+        return 0 if asked is None else asked.steps(group.schedule.total)
+
+    def _rerun(
+        self, group: Group, served: Any, steps: int, found: dict[int, dict[str, Any]]
+    ) -> dict[int, dict[str, Any]]:
+        """What was found so far, with the step bias of each chain."""
+        with quiet():
+            measured = rerun.measure(group, served, steps, group.kernel.nbeta)  # type: ignore[attr-defined]
+        for row, values in zip(group.rows, measured, strict=True):
+            found[row.chain]["rerun_steps"] = steps
+            if all(map(math.isfinite, values)):
+                found[row.chain]["step_bias"] = values
+            else:
+                row.note = "its step bias could not be measured (the loss did not stay finite)"
+        return found
+
+    def _probe(self, group: Group, served: Any) -> dict[int, dict[str, Any]]:
         """Gradient noise, curvature and, if the steps have a bias, tr H at each chain's last state."""
         moved = {
             row.chain: group.objective.flat.share_moved(group.center, position)
@@ -258,7 +288,7 @@ class Session:
         if group.kernel.full_data:
             return {chain: {"gradient_noise": 0.0, "moved": share} for chain, share in moved.items()}
         anchor = group.center if getattr(group.kernel, "control_variate", False) else None
-        found: dict[int, dict[str, float]] = {}
+        found: dict[int, dict[str, Any]] = {}
         for number, row in enumerate(group.rows):
             steps: list[list[tuple[int, Any]]] = [[] for _ in range(PROBE_STEPS)]
             for step in steps:
@@ -289,7 +319,7 @@ class Session:
         row: Row,
         group: Group,
         error: Exception | None,
-        noise: dict[str, float],
+        noise: dict[str, Any],
         attempt: int,
         seconds: float,
     ) -> ChainOutcome:
@@ -310,6 +340,8 @@ class Session:
                 hessian_trace=noise.get("hessian_trace"),
                 curvature=noise.get("curvature"),
                 moved=noise.get("moved"),
+                step_bias=noise.get("step_bias"),
+                rerun_steps=noise.get("rerun_steps", 0),
             )
         return dataclasses.replace(
             base,

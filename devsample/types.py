@@ -46,6 +46,8 @@ class ChainOutcome:
     hessian_trace: float | None = None
     curvature: float | None = None
     moved: float | None = None
+    step_bias: tuple[float, ...] | None = None
+    rerun_steps: int = 0
 
 
 @dataclass(frozen=True)

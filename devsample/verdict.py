@@ -27,6 +27,7 @@ RHAT_CAUTION, RHAT_REJECT = 1.05, 1.2  # 1.05: about 10 effective draws per half
 ESS_CAUTION, ESS_REJECT = 50.0, 10.0  # over all chains; at 50 the error bar is itself 25 % off
 RELATIVE_SE_CAUTION = 0.25
 BIAS_REJECT = 0.30
+MEASURED_CAUTION, MEASURED_Z = 0.10, 3.0  # relative to the estimate, and in standard errors
 
 
 def examine(evidence: Evidence) -> tuple[Finding, ...]:
@@ -125,6 +126,22 @@ def check_bias(evidence: Evidence) -> Finding | None:
     return Finding("bias", "reject" if grave else "caution", text)
 
 
+def check_step_bias(evidence: Evidence) -> Finding | None:
+    """A bias from the step size that was measured: chains with half the lr lie elsewhere."""
+    found = evidence.measured
+    if found is None or not abs(found.value) > MEASURED_Z * found.se:
+        return None
+    if not abs(found.relative) > MEASURED_CAUTION:
+        return None
+    text = (
+        "Chains with half the lr give another estimate: to first order in lr, this one is "
+        f"{format_number(abs(found.value), 2)} ± {format_number(found.se, 2)} "
+        f"({percent(abs(found.relative))}) too {'high' if found.value > 0 else 'low'}; lower lr from "
+        f"{format_number(evidence.settings['lr'])} to {_floor(found.lr_fit)}."
+    )
+    return Finding("step bias", "reject" if abs(found.relative) > BIAS_REJECT else "caution", text)
+
+
 def _floor(value: float) -> str:
     """Two significant digits, rounded down: a limit must not be rounded up."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
@@ -207,6 +224,7 @@ CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     check_negative,
     check_drift,
     check_bias,
+    check_step_bias,
     check_adapting,
     check_dimension,
     check_rhat,

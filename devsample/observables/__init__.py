@@ -1,7 +1,7 @@
 """What is recorded at a draw besides its loss, and what follows from it.
 
-`LossOn` and `SampleLosses` are given to a run as ``observables``, next to names and functions; the
-other functions take its result. They load statistics, which a chain process does without.
+`LossOn`, `SampleLosses` and `StepBias` are given to a run as ``observables``, next to names and functions;
+the other functions take its result. They load statistics, which a chain process does without.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from devsample.observables.checks import columns_of as columns_of
 from devsample.observables.checks import record_type as record_type
 from devsample.observables.declared import LossOn as LossOn
 from devsample.observables.declared import SampleLosses as SampleLosses
+from devsample.observables.stepbias import StepBias as StepBias
 
 if TYPE_CHECKING:
     from devsample.derived import (
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LossOn",
     "SampleLosses",
+    "StepBias",
     "functional_variance",
     "loss_variance",
     "mala_acceptance",

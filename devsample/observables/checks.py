@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from devsample.errors import InvalidArgumentError
+from devsample.observables import stepbias
 from devsample.observables.declared import Function, LossOn, SampleLosses
 from devsample.observables.named import Acceptance, Measure, SecondBatch, check_kernel, parse
+from devsample.observables.stepbias import StepBias
 from devsample.records import BASE_FIELDS
 from devsample.samplers import Kernel
 
-Observable = Measure | SecondBatch | Acceptance | LossOn | SampleLosses | Function
+Observable = Measure | SecondBatch | Acceptance | LossOn | SampleLosses | StepBias | Function
 _TAKEN = ("chain", *(name for name, _ in BASE_FIELDS))
 
 
@@ -22,8 +24,8 @@ def check_observables(given: object, kernel: Kernel) -> tuple[Observable, ...]:
     """The observables as a tuple, if this sampler has them all.
 
     Args:
-        given: None; a name, `LossOn` or `SampleLosses`; several of these, (name, function) among them;
-            or a mapping from names to functions.
+        given: None; a name, `LossOn`, `SampleLosses` or `StepBias`; several of these, (name, function)
+            among them; or a mapping from names to functions.
         kernel: the sampler.
 
     Raises:
@@ -33,6 +35,8 @@ def check_observables(given: object, kernel: Kernel) -> tuple[Observable, ...]:
     for one in found:
         if isinstance(one, Measure | SecondBatch | Acceptance):
             check_kernel(one, kernel)
+        elif isinstance(one, StepBias):
+            stepbias.check_kernel(kernel)
     names = [name for name, _ in columns_of(found)]
     for name, count in Counter(names).items():
         if name in _TAKEN:
@@ -56,7 +60,7 @@ def listed(given: object) -> list[Any]:
     """The entries of the argument ``observables``, as they were given."""
     if given is None:
         return []
-    if isinstance(given, str | LossOn | SampleLosses):
+    if isinstance(given, str | LossOn | SampleLosses | StepBias):
         return [given]
     if isinstance(given, Mapping):
         return list(given.items())
@@ -67,8 +71,8 @@ def listed(given: object) -> list[Any]:
 
 def _one(entry: Any) -> Observable:
     if isinstance(entry, str):
-        return parse(entry)
-    if isinstance(entry, LossOn | SampleLosses):
+        return StepBias() if entry == "step_bias" else parse(entry)
+    if isinstance(entry, LossOn | SampleLosses | StepBias):
         return entry
     if isinstance(entry, tuple) and len(entry) == 2:
         name, function = entry
@@ -78,6 +82,6 @@ def _one(entry: Any) -> Observable:
 
 
 _EXPECTED = (
-    'expected names such as ("gradient_norm", "distance"), (name, function), {name: function}, LossOn(...) '
-    "or SampleLosses(...)"
+    'expected names such as ("gradient_norm", "distance"), (name, function), {name: function}, LossOn(...), '
+    "SampleLosses(...) or StepBias(...)"
 )

@@ -100,6 +100,8 @@ class DrawObserver:
         self._parts: list[tuple[slice, Callable[[torch.Tensor, AtDraw], None]]] = []
         start = 0
         for number, one in enumerate(observables):
+            if not one.columns:  # measured after the last draw
+                continue
             stop = start + sum(math.prod(shape) for _, shape in one.columns)
             self._parts.append((slice(start, stop), self._part(one, setting, number)))
             start = stop
