@@ -234,7 +234,7 @@ class LLCResult(Mapping[str, Any]):
         """Everything but the draws, as plain values that ``json.dumps`` takes; NaN becomes None.
 
         Returns:
-            Keys llc, se, ess, rhat, verdict, reasons, predicted_bias, init_loss, init_loss_se,
+            Keys llc, se, ess, rhat, verdict, reasons, predicted_bias, measured_bias, init_loss, init_loss_se,
             observables (mean and standard error of each), chains (one dict per chain), settings and
             provenance.
         """
@@ -242,6 +242,7 @@ class LLCResult(Mapping[str, Any]):
         bias = None if self.predicted_bias is None else asdict(self.predicted_bias)
         values = {name: getattr(self, name) for name in names} | {
             "predicted_bias": bias,
+            "measured_bias": None if self.measured_bias is None else asdict(self.measured_bias),
             "observables": observable_means(self._recorded, self._used()),
             "chains": self.chains.to_dict("records"),
             "settings": self.settings,

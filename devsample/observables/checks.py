@@ -38,6 +38,7 @@ def check_observables(given: object, kernel: Kernel) -> tuple[Observable, ...]:
         elif isinstance(one, StepBias):
             stepbias.check_kernel(kernel)
     names = [name for name, _ in columns_of(found)]
+    names += [one.name for one in found if isinstance(one, StepBias)]
     for name, count in Counter(names).items():
         if name in _TAKEN:
             raise InvalidArgumentError(f"observables: {name!r} is a column of every draw; take another name.")

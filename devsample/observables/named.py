@@ -75,7 +75,7 @@ def parse(name: str) -> Measure | SecondBatch | Acceptance | LossOn:
     raise InvalidArgumentError(
         f"observables: there is no {name!r}. There are {', '.join(NORMS)}, each also with another p > 0, as "
         f'in "gradient_norm:1" or "distance:inf"; products such as "gradient_dot_noise" of two of '
-        f'{", ".join(VECTORS)}; "virial"; "second_batch"; "full_loss"; "step_bias"; '
+        f'{", ".join(VECTORS)}; "step_bias"; "virial"; "second_batch"; "full_loss"; '
         '"mala_acceptance" of SGLD; and "acceptance" of HMC and MALA. Anything else is a function: '
         '{"name": function}.'
     )
