@@ -30,11 +30,6 @@ class MeasuredBias:
     relative: float
     lr_fit: float
 
-    @property
-    def relative_se(self) -> float:
-        """``se`` in units of ``relative``."""
-        return self.se * abs(self.relative / self.value) if self.value else math.nan
-
 
 def measured_bias(
     blocks: Sequence[Sequence[float] | None], estimate: float, lr: float
