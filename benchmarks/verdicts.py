@@ -13,7 +13,9 @@ import collections
 import json
 import math
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -281,24 +283,33 @@ def outcome(name: str, result: LLCResult) -> tuple[bool, str]:
     return first in wanted if wanted else result.verdict == "trust", first
 
 
+def one_run(name: str, seed: int) -> tuple[bool, str]:
+    """A scenario's outcome, in a process of its own."""
+    torch.set_num_threads(1)
+    return outcome(name, run(name, seed))
+
+
 def main() -> None:
     """Run all scenarios and print the table."""
     from tqdm import tqdm
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", action="append", help="names of scenarios")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     names = options.only or list(SCENARIOS)
     found: dict[str, dict[str, int]] = {}
-    with tqdm(total=len(names) * options.seeds, mininterval=5) as bar:
+    with (
+        ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool,
+        tqdm(total=len(names) * options.seeds, mininterval=5) as bar,
+    ):
         for name in names:
             kinds: collections.Counter[str] = collections.Counter()
             right = 0
-            for seed in range(options.seeds):
-                good, kind = outcome(name, run(name, seed))
+            for waiting in as_completed([pool.submit(one_run, name, s) for s in range(options.seeds)]):
+                good, kind = waiting.result()
                 right += good
                 kinds[kind] += 1
                 bar.update()

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pandas as pd
@@ -203,3 +205,57 @@ def test_noise_does_not_depend_on_the_loader(spec: dict) -> None:
     found = estimate(evaluate=without_data, optimizer_kwargs=kwargs, spec=spec)
     np.testing.assert_array_equal(found["loss/trace"], expected["loss/trace"])
     assert len(np.unique(found["loss/trace"])) == 19  # only the first draws, at w*, are the same
+
+
+# --- fresh processes -----------------------------------------------------------------------------
+
+PROGRAM = """
+import sys
+
+import torch
+from torch.utils.data import TensorDataset
+
+from devsample import LoaderSpec, estimate_learning_coeff
+
+torch.manual_seed(1)
+x = torch.randn(200, 6)
+model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+with torch.no_grad():
+    data = TensorDataset(x, model(x).argmax(1))
+cores, workers = map(int, sys.argv[1:])
+if workers:  # what this process has drawn so far is nobody's business
+    torch.randn(1000)
+llc = estimate_learning_coeff(
+    model,
+    loader_spec=LoaderSpec(data, batch_size=32, num_workers=workers),
+    evaluate=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]),
+    optimizer_kwargs=dict(lr=1e-4, localization=10.0),
+    num_chains=3,
+    num_draws=20,
+    cores=cores,
+    seed=0,
+    verbose=False,
+)
+assert type(llc) is float
+print(llc.hex())
+"""
+
+
+def value_in_a_fresh_process(cores: int, workers: int) -> str:
+    """What the program prints: the estimate, exactly."""
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(cores), str(workers)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_float_is_the_same_in_fresh_processes_of_any_layout() -> None:
+    values = [value_in_a_fresh_process(*layout) for layout in ((1, 0), (1, 0), (2, 1))]
+    assert values == [values[0]] * 3
+    assert float.fromhex(values[0]) != 0
+
+
+@pytest.mark.slow
+def test_a_float_is_the_same_in_more_layouts() -> None:
+    layouts = ((1, 0), (2, 0), (3, 2), (1, 2))
+    assert len({value_in_a_fresh_process(*layout) for layout in layouts}) == 1
