@@ -295,6 +295,7 @@ class Group:
         """Write pending draws: the one place where the loop waits for the device."""
         if not self._pending:
             return
+        self.objective.watch.check()
         values = self._losses[: self._pending].cpu().numpy()
         observed = self._observed[: self._pending].cpu().numpy()
         numbers = np.arange(self._flushed, self._flushed + self._pending)

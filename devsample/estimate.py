@@ -90,8 +90,9 @@ def estimate_learning_coeff_with_summary(
         callbacks: called at every draw with the keywords they take of chain, draw, step, loss,
             baseline, llc, init_loss, nbeta, model, optimizer, batch, device.
         evaluate: ``evaluate(model, batch)`` → the mean loss, per-sample losses, ``(loss, ...)``, a
-            mapping with ``"loss"`` or an object with ``.loss``. None: ``model(batch)``, or
-            ``model(**batch)`` for a mapping.
+            mapping with ``"loss"`` or an object with ``.loss``. With weights w ≥ 0, which may be a padding
+            mask, in ``"weights"`` or ``.weights``, or as ``{"loss_sum": s, "count": c}``, all means are
+            Σ w ℓ / Σ w. None: ``model(batch)``, or ``model(**batch)`` for a mapping.
         sampling_method: the sampler's class. Any other ``torch.optim.Optimizer`` follows the slope
             nβ ∇L + γ (w − w*) with its own lr and keywords, without noise, and the verdict is "reject".
         optimizer_kwargs: its keyword arguments. ``nbeta``: a number, ``"batch"`` (B/ln B), a
@@ -312,6 +313,7 @@ def _settings(plan: Plan, finished: Finished) -> dict[str, Any]:
         "start": run.start,
         "train_mode": run.train_mode,
         "in_training": prepared.in_training,
+        "averaged_by": prepared.averaged_by,
         "weights_dtype": prepared.weights_dtype,
         "autocast_dtype": None if run.autocast_dtype is None else str(run.autocast_dtype),
         "seed": run.seed,

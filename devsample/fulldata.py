@@ -48,7 +48,7 @@ class FullData:
         kept: list[Batch] = []
         total, piece = torch.zeros_like(center), torch.zeros_like(center)
         objective.flat.point_to(center)
-        seen = 0
+        seen, weight = 0, 0.0
         while seen < num_samples:
             request, data = next(served, (None, None))
             if request is None or request.role != Role.FULL_ORDER:
@@ -60,8 +60,13 @@ class FullData:
             if keep:
                 kept.append((count, data))
             else:
-                objective.loss_and_gradient(piece, [(count, data)], key, 0)
-                total.add_(piece, alpha=count / num_samples)
+                with objective.passing():
+                    objective.loss_and_gradient(piece, [(count, data)], key, 0)
+                if objective.weight is None:
+                    total.add_(piece, alpha=count / num_samples)
+                elif float(objective.weight) > 0:
+                    weight += float(objective.weight)
+                    total.lerp_(piece, float(objective.weight) / weight)
             seen += count
         return cls(tuple(kept), total)
 

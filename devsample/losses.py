@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from devsample.averages import Sums, Weighted, counted, weighted, weights_in
 from devsample.errors import EvaluateError, InvalidArgumentError
 from devsample.types import EvaluateFn
 
@@ -34,13 +35,44 @@ def read_loss(output: Any) -> torch.Tensor:
 
     Args:
         output: a scalar; per-sample losses (any shape, averaged); ``(loss, ...)``; a mapping with
-            ``"loss"``; or an object with ``.loss``.
+            ``"loss"``; or an object with ``.loss``. A mapping with ``"weights"``, or an object with
+            ``.weights``, or ``{"loss_sum": ..., "count": ...}`` gives Σ w ℓ / Σ w.
 
     Raises:
-        EvaluateError: there is no loss in it.
+        EvaluateError: there is no loss in it, or the weights are of a wrong kind or shape.
     """
-    loss = find_loss(output)
-    return loss if loss.ndim == 0 else loss.mean()
+    found = read_output(output)
+    return found.total / found.weight if isinstance(found, Sums) else found
+
+
+def read_output(output: Any) -> torch.Tensor | Sums:
+    """What ``evaluate`` returned, see `read_loss`, as its mean loss; with weights, as sums.
+
+    Raises:
+        EvaluateError: see `read_loss`.
+    """
+    found = find_losses(output)
+    if isinstance(found, Weighted):
+        return found.sums()
+    return found if found.ndim == 0 else found.mean()
+
+
+def find_losses(output: Any) -> torch.Tensor | Weighted:
+    """The losses that are in what ``evaluate`` returned, of any shape, with their weights if it gives some.
+
+    Raises:
+        EvaluateError: see `read_loss`.
+    """
+    if isinstance(output, Mapping) and "loss_sum" in output:
+        if "count" not in output:
+            raise EvaluateError('evaluate returned a "loss_sum" without a "count"; return both.')
+        return counted(output["loss_sum"], output["count"])
+    weights = weights_in(output)
+    if weights is None:
+        return find_loss(output)
+    if isinstance(output, tuple):  # one with names
+        output = {"loss": getattr(output, "loss", None)}
+    return weighted(find_loss(output), weights)
 
 
 def find_loss(output: Any) -> torch.Tensor:
@@ -59,7 +91,7 @@ def find_loss(output: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or not loss.is_floating_point() or loss.numel() == 0:
         raise EvaluateError(
             f"evaluate returned a {type(output).__name__} without a loss. Return a floating point tensor, "
-            '(loss, ...), {"loss": ...} or an object with .loss. '
+            '(loss, ...), {"loss": ...}, an object with .loss, or {"loss_sum": ..., "count": ...}. '
             "Without evaluate, the model itself must return one of these."
         )
     return loss

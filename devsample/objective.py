@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from devsample.averages import Gathered, Sums, Watch
 from devsample.data.batches import opened
 from devsample.data.generators import seed_global_generators
 from devsample.errors import DevsampleError, EvaluateError
 from devsample.flat import FlatParameters
-from devsample.losses import default_evaluate, read_loss
+from devsample.losses import default_evaluate, read_output
 from devsample.seeds import ChainKey, Role, stream_seed
 from devsample.types import EvaluateFn
 
@@ -23,7 +24,7 @@ Batch = tuple[int, Any]
 
 
 class Objective:
-    """L of a step's micro-batches, averaged by sample, for a model with redirected parameters.
+    """L of a step's micro-batches, averaged by sample or weight, for a model with redirected parameters.
 
     Args:
         model: a private copy.
@@ -33,6 +34,10 @@ class Objective:
         autocast_dtype: run forward passes under autocast with this dtype.
         seeded: seed the global generators for every micro-batch, for an ``evaluate`` that uses them.
         needs_grad: ``evaluate`` differentiates itself, so it always runs with grad enabled.
+        weighted: whether ``evaluate`` returns weights; None: its first answer shows.
+
+    Attributes:
+        weight: Σ w of the last step that was computed; None if it was averaged by sample.
     """
 
     def __init__(
@@ -45,9 +50,13 @@ class Objective:
         autocast_dtype: torch.dtype | None = None,
         seeded: bool = True,
         needs_grad: bool = False,
+        weighted: bool | None = None,
     ) -> None:
         self.model, self.flat, self.seeded, self.needs_grad = model, flat, seeded, needs_grad
         self.evaluate = evaluate
+        self.weighted = weighted
+        self.weight: torch.Tensor | None = None
+        self.watch, self._may_be_empty = Watch(), False
         self.autocast_dtype = autocast_dtype
         self.touched: set[int] = set()  # positions of parameters that ever got a gradient
         model.train(train_mode)
@@ -97,9 +106,14 @@ class Objective:
         """Loss at the current point, detached; its gradient is written into ``gradient`` (P,)."""
         total = sum(count for count, _ in batches)
         value: torch.Tensor | None = None
+        gathered = Gathered()
         for micro, (count, data) in enumerate(batches):
             share = count / total
-            loss = self._forward(data, key, step, micro)
+            found = self._forward(data, key, step, micro)
+            if isinstance(found, Sums):
+                loss, share = gathered.take(found), 1.0
+            else:
+                loss = found
             if not loss.requires_grad:
                 raise EvaluateError(
                     "evaluate returned a loss that does not depend on the moving parameters of the model it "
@@ -113,7 +127,29 @@ class Objective:
             part = loss.detach() * share
             value = part if value is None else value + part
         assert value is not None
+        factor = self.finish(gathered)
+        if factor is not None:
+            gradient.mul_(factor)
+            value = value * factor
         return value
+
+    def finish(self, gathered: Gathered) -> torch.Tensor | None:
+        """Note and check the weights of a step; what its sums are to be multiplied by, if anything."""
+        if not self.weighted:
+            self.weight = None
+            return None
+        self.weight = gathered.weight
+        self.watch(gathered, may_be_empty=self._may_be_empty)
+        return gathered.factor
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """Within, the weights of a batch may all be 0: it is one of many that are averaged together."""
+        self._may_be_empty = True
+        try:
+            yield
+        finally:
+            self._may_be_empty = False
 
     def _gradients(self, loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         try:
@@ -133,13 +169,27 @@ class Objective:
 
     def _loss(self, batches: Sequence[Batch], key: ChainKey, step: int) -> torch.Tensor:
         total = sum(count for count, _ in batches)
-        parts = [
-            self._forward(data, key, step, micro) * (count / total)
-            for micro, (count, data) in enumerate(batches)
-        ]
-        return torch.stack(parts).sum()
+        parts, gathered = [], Gathered()
+        for micro, (count, data) in enumerate(batches):
+            found = self._forward(data, key, step, micro)
+            parts.append(gathered.take(found) if isinstance(found, Sums) else found * (count / total))
+        value, factor = torch.stack(parts).sum(), self.finish(gathered)
+        return value if factor is None else value * factor
 
-    def _forward(self, data: Any, key: ChainKey, step: int, micro: int) -> torch.Tensor:
+    def read(self, output: Any) -> torch.Tensor | Sums:
+        """What ``evaluate`` returned, as a mean or as sums, always the same of the two."""
+        found = read_output(output)
+        weighted = isinstance(found, Sums)
+        if self.weighted is None:
+            self.weighted = weighted
+        elif self.weighted != weighted:
+            raise EvaluateError(
+                "evaluate returned weights (or a count) for some batches and none for others; return them "
+                "for all, or for none."
+            )
+        return found
+
+    def _forward(self, data: Any, key: ChainKey, step: int, micro: int) -> torch.Tensor | Sums:
         if self.seeded:
             seed = stream_seed(key, Role.MODEL, step, micro)
             seed_global_generators(seed)
@@ -147,7 +197,7 @@ class Objective:
                 torch.cuda.manual_seed(seed)
         try:
             with self.autocast():
-                return read_loss(self.evaluate(self.model, opened(data)))
+                return self.read(self.evaluate(self.model, opened(data)))
         except (DevsampleError, torch.OutOfMemoryError):
             raise
         except Exception as error:

@@ -75,6 +75,7 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
         raise EvaluateError("no moving parameter gets a gradient from evaluate(model, batch).")
     objective = _objective(setting, {name: setting.masks[name] for name in touched})
     objective.seeded, objective.needs_grad = random_evaluate, everything.needs_grad
+    objective.weighted = everything.weighted
     center = objective.flat.read()
     objective.flat.point_to(center)
     check_loss = _check_loss(objective, steps[0], setting.key, run.train_mode)
@@ -97,6 +98,7 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
         check_loss=check_loss,
         not_stackable=not_stackable,
         in_training=in_training,
+        averaged_by="weight" if objective.weighted else "sample",
         weights_dtype=", ".join(sorted({str(one.parameter.dtype)[6:] for one in objective.flat.segments})),
         **decided,
     )
@@ -134,6 +136,7 @@ def _try_evaluate(objective: Objective, steps: Sequence[Sequence[Batch]], key: C
         before = global_random_state()
         loss = objective.loss_and_gradient(scratch, batches, key, number)
         random_evaluate = random_evaluate or global_random_state() != before
+        objective.watch.check()
         if not math.isfinite(float(loss)):
             raise EvaluateError(
                 f"the loss at w* is {float(loss)} on a batch; a chain that starts there cannot work. "
@@ -175,26 +178,34 @@ def _check_loss(objective: Objective, batches: Sequence[Batch], key: ChainKey, t
 def _center_loss(
     objective: Objective, served: Any, setting: Setting, everything: bool
 ) -> tuple[float, float | None]:
-    """L_n(w*) weighted by sample, and its standard error.
+    """L_n(w*) averaged by sample or weight, and its standard error.
 
     As long as some parameter has not got a gradient, gradients are taken along: a branch or an
     expert may be reached by few batches only.
     """
     if setting.run.init_loss is not None:
         return setting.run.init_loss, None
-    counts, losses = [], []
+    counts: list[float] = []
+    losses = []
     scratch = torch.zeros(objective.flat.size, dtype=objective.flat.dtype, device=objective.flat.device)
     for request, data in served:
-        counts.append(len(request.indices))
-        if len(objective.touched) < len(objective.flat.parameters):
-            loss = objective.loss_and_gradient(scratch, [(1, data)], setting.key, request.step)
-        else:
-            loss = objective.loss([(1, data)], setting.key, request.step)
-        losses.append(float(loss))
+        with objective.passing():
+            if len(objective.touched) < len(objective.flat.parameters):
+                loss = objective.loss_and_gradient(scratch, [(1, data)], setting.key, request.step)
+            else:
+                loss = objective.loss([(1, data)], setting.key, request.step)
+        count = len(request.indices) if objective.weight is None else float(objective.weight)
+        if count > 0:  # a batch may be without weight
+            counts.append(count)
+            losses.append(float(loss))
+    objective.watch.check()
     weights, values = np.asarray(counts, dtype=float) / sum(counts), np.asarray(losses)
     mean = float(weights @ values)
     if everything:
         return mean, 0.0
+    if objective.weighted:  # the error of a ratio
+        errors = weights * (values - mean)
+        return mean, float(np.sqrt(errors @ errors * len(values) / max(1, len(values) - 1)))
     return mean, float(np.sqrt(weights @ (values - mean) ** 2 / max(1, len(values) - 1)))
 
 

@@ -234,6 +234,7 @@ class Session:
             autocast_dtype=parts.run.autocast_dtype,
             seeded=prepared.uses_randomness,
             needs_grad=prepared.needs_grad,
+            weighted=prepared.averaged_by == "weight",
         )
 
     def _draw(self, group: Group) -> dict[int, dict[str, Any]]:

@@ -150,6 +150,7 @@ class Prepared:
         not_stackable: why several chains of a process are computed one after the other, or "".
         in_training: kinds of modules that were in training mode when ``evaluate`` ran and make the loss
             depend on more than the weights and the sample: "dropout", "batch norm".
+        averaged_by: "sample", or "weight" if ``evaluate`` returns weights: Σ w ℓ / Σ w.
         weights_dtype: the dtypes of the moving parameters, such as "float32".
         observed: what is known of the observables at w*, by name.
     """
@@ -175,6 +176,7 @@ class Prepared:
     check_loss: float
     not_stackable: str = ""
     in_training: tuple[str, ...] = ()
+    averaged_by: str = "sample"
     weights_dtype: str = "float32"
     observed: dict[str, dict[str, Any]] = field(default_factory=dict)
 

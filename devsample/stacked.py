@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from devsample.averages import Gathered, Sums
 from devsample.data.batches import like_dataclass, like_mapping, opened
 from devsample.errors import EvaluateError
-from devsample.losses import read_loss
 from devsample.objective import Batch, Objective
 from devsample.seeds import ChainKey, NormalBlocks, Role
 from devsample.serialize import short_error
@@ -41,12 +41,16 @@ class RowByRow:
         position: states (K, P), read where they are: who moves them need not say so.
         center: w*, shape (P,).
         keys: the chains' keys.
+
+    Attributes:
+        weights: Σ w of the rows' last batches, shape (K,); None if losses are averaged by sample.
     """
 
     def __init__(
         self, objective: Objective, position: torch.Tensor, center: torch.Tensor, keys: Sequence[ChainKey]
     ) -> None:
         self.objective, self.center, self._keys = objective, center, keys
+        self.weights: torch.Tensor | None = None
         self._position = list(position)
 
     def go_to(self, row: int) -> None:
@@ -63,10 +67,12 @@ class RowByRow:
 
     def losses(self, batches: Rows, step: int) -> torch.Tensor:
         """Losses (K,) at the rows' states, detached."""
-        losses = []
+        losses, weights = [], []
         for row, (batch, key) in enumerate(zip(batches, self._keys, strict=True)):
             self.go_to(row)
             losses.append(self.objective.loss(batch, key, step))
+            weights += [] if self.objective.weight is None else [self.objective.weight]
+        self.weights = torch.stack(weights) if weights else None
         return torch.stack(losses)
 
     def center_losses(self, batches: Rows, step: int) -> torch.Tensor:
@@ -116,8 +122,13 @@ class Stacked(RowByRow):
     def gradients_together(self, gradient: torch.Tensor, stacks: Stacks) -> torch.Tensor:
         """`losses_and_gradients` of batches that are stacked."""
         value: torch.Tensor | None = None
+        gathered = Gathered()
         for number, (share, stack) in enumerate(stacks):
-            losses = self._losses(self._leaves, 0, stack)
+            found = self._losses(self._leaves, 0, stack)
+            if isinstance(found, Sums):
+                losses, share = gathered.take(found), 1.0
+            else:
+                losses = found
             if not losses.requires_grad:
                 raise EvaluateError(
                     "evaluate returned a loss that does not depend on the moving parameters of the model."
@@ -127,6 +138,10 @@ class Stacked(RowByRow):
             losses = losses.detach() * share
             value = losses if value is None else value + losses
         assert value is not None
+        factor = self.objective.finish(gathered)
+        if factor is not None:
+            gradient.mul_(factor[:, None])
+            value = value * factor
         return value
 
     def center_together(self, stacks: Stacks) -> torch.Tensor:
@@ -149,16 +164,28 @@ class Stacked(RowByRow):
 
     @torch.no_grad()
     def _mean(self, values: list[torch.Tensor], dim: int | None, stacks: Stacks) -> torch.Tensor:
-        return torch.stack([self._losses(values, dim, stack) * share for share, stack in stacks]).sum(0)
+        parts, gathered = [], Gathered()
+        for share, stack in stacks:
+            found = self._losses(values, dim, stack)
+            parts.append(gathered.take(found) if isinstance(found, Sums) else found * share)
+        losses, factor = torch.stack(parts).sum(0), self.objective.finish(gathered)
+        self.weights = self.objective.weight
+        return losses if factor is None else losses * factor
 
-    def _losses(self, values: list[torch.Tensor], dim: int | None, stack: Stack) -> torch.Tensor:
-        def loss(values: list[torch.Tensor], leaves: list[torch.Tensor]) -> torch.Tensor:
+    def _losses(self, values: list[torch.Tensor], dim: int | None, stack: Stack) -> torch.Tensor | Sums:
+        def loss(values: list[torch.Tensor], leaves: list[torch.Tensor]) -> torch.Tensor | Sums:
             with self._with_weights(values), self.objective.autocast():
-                return read_loss(self.objective.evaluate(self.objective.model, opened(stack.batch(leaves))))
+                output = self.objective.evaluate(self.objective.model, opened(stack.batch(leaves)))
+                return self.objective.read(output)
 
         if dim is None and stack.dim is None:  # nothing differs between the rows
-            return loss(values, stack.leaves).expand(len(self._keys))
-        result: torch.Tensor = torch.vmap(loss, (dim, stack.dim), randomness="error")(values, stack.leaves)
+            alone = loss(values, stack.leaves)
+            if isinstance(alone, Sums):
+                return Sums(*(one.expand(len(self._keys)) for one in alone))
+            return alone.expand(len(self._keys))
+        result: torch.Tensor | Sums = torch.vmap(loss, (dim, stack.dim), randomness="error")(
+            values, stack.leaves
+        )
         return result
 
     @contextlib.contextmanager

@@ -147,7 +147,8 @@ def settings_lines(result: LLCResult) -> Iterator[tuple[str, str]]:
         yield "batch", f"{size}, {known.get('sampling', 'iid')}"
     error = result.init_loss_se
     spread = f" ± {format_number(error, 2)}" if error else ""
-    yield "baseline", f"{known.get('baseline', '?')}, L_n(w*) = {result.init_loss:.5g}{spread}"
+    averaged = f", averaged by {known['averaged_by']}" if "averaged_by" in known else ""
+    yield "baseline", f"{known.get('baseline', '?')}, L_n(w*) = {result.init_loss:.5g}{spread}{averaged}"
     if "num_burnin_steps" in known:
         between = known.get("num_steps_bw_draws", 1)
         every = "a draw every step" if between == 1 else f"a draw every {between} steps"

@@ -11,7 +11,8 @@ import torch
 
 EvaluateFn = Callable[[torch.nn.Module, Any], Any]
 """``evaluate(model, batch)``: a loss tensor, per-sample losses, ``(loss, extras)``, a mapping with
-``"loss"``, or an object with ``.loss``."""
+``"loss"`` (and ``"weights"``), an object with ``.loss`` (and ``.weights``), or
+``{"loss_sum": ..., "count": ...}``."""
 
 ChainStatus = Literal["done", "diverged", "failed", "died", "stopped"]
 

@@ -44,7 +44,7 @@ class LossOn(_Travels):
 
     Every chain process reads the data through a loader of its own, always the same samples. If they
     take up to 64 MiB they are read once and stay on the device, else they are read again at every
-    draw. The mean is by sample.
+    draw. The mean is by sample, or by weight if ``evaluate`` returns weights.
 
     Args:
         name: its column in the table of draws.
@@ -78,7 +78,8 @@ class SampleLosses(_Travels):
     """The losses of m fixed samples, one by one, at every draw: for `functional_variance` and the like.
 
     They are in ``result[name + "/trace"]``, shape (num_chains, num_draws, m), and not in the table of draws.
-    ``evaluate`` must return per-sample losses: shape (batch,), or (batch, ...), averaged over the rest.
+    ``evaluate`` must return per-sample losses: shape (batch,), or (batch, ...), averaged over the rest, by
+    weight if it returns weights. A sample of weight 0 has no loss, and is an error before the first chain.
 
     Args:
         name: of the record.

@@ -13,7 +13,7 @@ from devsample.errors import EvaluateError
 from devsample.objective import Batch, Objective, global_random_state
 from devsample.observables.declared import Declared, Function
 from devsample.observing.functions import call, named
-from devsample.observing.losses import OnData, objective_of
+from devsample.observing.losses import OnData, PerSample, objective_of
 from devsample.observing.sources import Source, Sources
 from devsample.samplers import Kernel
 from devsample.seeds import ChainKey, Role, stream_seed
@@ -91,10 +91,22 @@ def _center(one: Declared, run: Objective, source: Source, key: ChainKey) -> dic
         values = values.to(center.device)
     with named(one.name):
         OnData(one, rows, source, [key])(values, 0)
+        objective.watch.check()
+        _check_weights(objective, source.count)
     mean = float(values.mean())
     if not math.isfinite(mean):
         raise EvaluateError(f"observables: {one.name!r}: the loss at w* is {mean}.")
     return about | {"center": mean, "num_samples": source.count}
+
+
+def _check_weights(objective: Objective, count: int) -> None:
+    """Every sample whose own loss is wanted must have one."""
+    empty = objective.evaluate.empty if isinstance(objective.evaluate, PerSample) else None
+    if empty is not None and int(empty):
+        raise EvaluateError(
+            f"evaluate returned weights that are all 0 for {int(empty)} of {count} samples, which thus have "
+            "no loss of their own; give a loader_spec without such samples."
+        )
 
 
 def _try_evaluate(
