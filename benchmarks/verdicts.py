@@ -85,6 +85,15 @@ def fit_tanh(dropout: float = 0.0) -> torch.nn.Module:
     return model
 
 
+def half_trained() -> torch.nn.Module:
+    """The trained network on its way to the minimum."""
+    model = fit_tanh()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    return model
+
+
 def net_square(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     """Mean squared error of a network."""
     return ((model(batch[0])[:, 0] - batch[1]) ** 2).mean()
@@ -238,7 +247,16 @@ SCENARIOS: dict[str, Scenario] = {
         ),
         ("drift",),
     ),
-    "not a minimum": Scenario(lambda: healthy(model=linear(0.5)), ("negative",)),
+    "not a minimum": Scenario(lambda: healthy(model=linear(0.5)), ("no minimum",)),
+    "half-trained": Scenario(
+        lambda: healthy(
+            model=half_trained(),
+            evaluate=net_square,
+            loader_spec=LoaderSpec(TANH, batch_size=64),
+            optimizer_kwargs={"lr": 2e-3, "localization": 10.0, "nbeta": NBETA},
+        ),
+        ("no minimum",),
+    ),
     "lr too large": Scenario(lambda: healthy(optimizer_kwargs=sgld(3.0)), ("large step",)),
     "lr too small": Scenario(lambda: healthy(optimizer_kwargs=sgld(1e-4)), ("small step",)),
     "shared batches": Scenario(

@@ -24,6 +24,8 @@ FEWEST_DRAWS, FEWEST_EPOCHS = 20, 6
 DEALT, IN_ORDER = 0.6, 3.0  # variance of epoch means, relative to that of independent batches
 ALIGNMENTS = 8  # places tried for the start of an epoch
 SURE = 1e-5  # chance at which the order of batches counts as seen
+DESCENT_Z = 2.5  # standard errors (at a minimum 3.5 of them) by which |∇L_n(w*)|² is above 0
+DESCENT_CAUTION, DESCENT_REJECT = 0.1, 0.5  # what descent gains, relative to the estimate at a minimum
 LOST_REJECT = 0.25  # share of chains lost above which what is left is a selection
 REMEDIES = {
     "diverged": "lower lr (now {lr})",
@@ -123,6 +125,21 @@ def check_moves(evidence: Evidence) -> Finding | None:
         f"(now {format_number(float(evidence.settings.get('lr', math.nan)))})."
     )
     return Finding("frozen", "reject", text)
+
+
+def check_minimum(evidence: Evidence) -> Finding | None:
+    """A w* from which plain descent finds a much lower loss: chains do so, too."""
+    descent = evidence.settings.get("descent") or {}
+    drop = float(descent.get("drop", 0.0))
+    share = drop / max(evidence.estimate.mean + drop, 1.0)
+    if share <= DESCENT_CAUTION or descent["square"] < DESCENT_Z * descent["error"]:
+        return None
+    text = (
+        f"w* is not at a minimum: one step of steepest descent lowers nβ L by {format_number(drop, 2)}, and "
+        f"the estimate ({format_number(evidence.estimate.mean)}) is too low by about as much or more; train "
+        "w* further, or give evaluate and data as they were in training."
+    )
+    return Finding("no minimum", "reject" if share > DESCENT_REJECT else "caution", text)
 
 
 def check_small_step(evidence: Evidence) -> Finding | None:
@@ -260,6 +277,7 @@ CAUSES: tuple[Callable[[Evidence], Finding | None], ...] = (
     check_training,
     check_precision_of_weights,
     check_moves,
+    check_minimum,
     check_shared,
     check_order,
     check_large_step,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -86,6 +86,8 @@ class Diagnostics:
         plateau_slope: dλ̂/d ln nβ, see :func:`plateau_slope`.
         virial: E[(w − w*)·∇U]/d, see :func:`virial`.
         step_bias: bias of λ̂ from the step size, from chains with lr/2: `devsample.measured.measured_bias`.
+        descent: by how much one step of steepest descent from w* lowers nβ L_n, with a standard error; see
+            `devsample.descent.Descent`.
         num_chains: chains in use.
         num_draws: draws of each that count.
         steps_per_draw: steps from draw to draw.
@@ -96,6 +98,7 @@ class Diagnostics:
     below_baseline: float
     plateau_slope: Measured
     virial: Measured
+    descent: Measured
     num_chains: int
     num_draws: int
     steps_per_draw: int
@@ -130,6 +133,7 @@ def diagnose(result: LLCResult) -> Diagnostics:
         below_baseline=below_baseline(columns["loss"], columns["baseline"]),
         plateau_slope=plateau_slope(pairs, nbeta),
         virial=virial(columns),
+        descent=_descent(result.settings),
         num_chains=result.estimate.num_chains,
         num_draws=result.estimate.num_draws,
         steps_per_draw=steps,
@@ -263,6 +267,14 @@ def step_bias(result: LLCResult) -> Measured:
     return Measured(found.value, found.se)
 
 
+def _descent(settings: Mapping[str, Any]) -> Measured:
+    found = settings.get("descent")
+    if not found:
+        return _no("not measured")
+    relative = found["error"] / found["square"] if found["square"] > 0 else 0.0
+    return Measured(found["drop"], found["drop"] * relative)
+
+
 def _no(why: str) -> Measured:
     return Measured(math.nan, math.nan, why)
 
@@ -320,7 +332,12 @@ def _notes(given: Diagnostics) -> list[str]:
         f"burn-in              {burnin_sentence(given)}",
         f"loss below baseline  {100 * given.below_baseline:.1f} % of the draws",
     ]
-    for name, one in [("plateau slope", given.plateau_slope), ("virial", given.virial)]:
+    measured = [
+        ("plateau slope", given.plateau_slope),
+        ("virial", given.virial),
+        ("descent from w*", given.descent),
+    ]
+    for name, one in measured:
         value = f"{format_number(one.value)} ± {format_number(one.se, 2)}"
         lines.append(f"{name:<21}{one.missing or value}")
     return [*lines, f"step bias (lr against lr/2): {_step_bias_sentence(given)}"]

@@ -323,6 +323,7 @@ def _settings(plan: Plan, finished: Finished) -> dict[str, Any]:
         "not_stackable": prepared.not_stackable,
         "auto": run.auto,
         "curvature": prepared.curvature,
+        "descent": prepared.descent,
         "run_dir": str(finished.run_dir) if finished.run_dir is not None else None,
         "num_moving_parameters": prepared.num_moving,
         "unused_parameters": prepared.unused,

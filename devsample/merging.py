@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 # What may differ between runs whose draws have one law. A setting that is not named here must agree.
 FREE = frozenset(
     {"num_draws", "num_chains", "seed", "cores", "threads_per_chain", "chains_per_process", "not_stackable"}
-    | {"run_dir", "seconds", "curvature", "auto", "nbeta_rule", "nbeta_batch", "observables", "until"}
+    | {
+        "run_dir",
+        "seconds",
+        "curvature",
+        "descent",
+        "auto",
+        "nbeta_rule",
+        "nbeta_batch",
+        "observables",
+        "until",
+    }
 )
 LAYOUT = ("threads_per_chain", "chains_per_process")
 SUMS = ("seconds", "device_seconds", "gradients", "forwards")

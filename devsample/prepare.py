@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from devsample.chain import PROBE_STEPS
 from devsample.data.loader import ChainLoader
+from devsample.descent import measure_descent
 from devsample.errors import EvaluateError, InvalidArgumentError
 from devsample.flat import FlatParameters, Masks
 from devsample.losses import nbeta_for
@@ -32,6 +35,7 @@ _CALM_ROUNDS = 2  # rounds in which the curvature does not grow, before the pilo
 _EXPLOSION = 8.0  # how much smaller the step is after a pilot that exploded
 _SMALLEST_CURVATURE = 1e-3  # of nβ·L, where the curvature vanishes
 _AUTO_LR, _AUTO_LOCALIZATION = 0.3, 1.0
+_FEW_BATCHES = 64  # a pass over so many takes gradients along, for ∇L_n(w*)
 _SLOWEST_MODE = 100.0  # burn-in waits for modes with this fraction of the largest curvature
 
 
@@ -61,6 +65,7 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
     ]
     count = loader.num_samples if run.baseline == "full" else min(loader.num_samples, FULL_PASS_SAMPLES)
     everything_once = loader.full_pass(count) if run.init_loss is None else ()
+    few = operator.length_hint(everything_once) <= _FEW_BATCHES
     served = loader.serve(itertools.chain(probes, everything_once))
     steps = _collect(served, len(probes))
     everything = _objective(setting, setting.masks)
@@ -68,7 +73,9 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
     everything.seeded = random_evaluate
     in_training = _in_training(setting.model, random_evaluate)
     everything.needs_grad = _needs_grad(everything, steps[0], setting.key)
-    init_loss, init_loss_se = _center_loss(everything, served, setting, loader.reads_all(count))
+    init_loss, init_loss_se, gradient = _center_loss(
+        everything, served, setting, loader.reads_all(count), few=few
+    )
     everything.reset_buffers()
     touched = [name for number, name in enumerate(everything.flat.names()) if number in everything.touched]
     if not touched:
@@ -79,7 +86,12 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
     center = objective.flat.read()
     objective.flat.point_to(center)
     check_loss = _check_loss(objective, steps[0], setting.key, run.train_mode)
-    decided = _decide(setting, Probe(objective, steps, setting.key), center, objective, steps)
+    probe = Probe(objective, steps, setting.key)
+    decided = _decide(setting, probe, center, objective, steps)
+    if gradient is not None:
+        gradient = _restricted(gradient, everything.flat, touched)
+    pull = decided["localization"] + float(setting.sampler.options.get("weight_decay", 0.0))
+    descent = measure_descent(probe, center, nbeta=decided["nbeta"], pull=pull, gradient=gradient)
     not_stackable = ""
     if run.group_size > 1:
         not_stackable = why_not_stackable(objective, center, steps, setting.key)
@@ -100,6 +112,7 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
         in_training=in_training,
         averaged_by="weight" if objective.weighted else "sample",
         weights_dtype=", ".join(sorted({str(one.parameter.dtype)[6:] for one in objective.flat.segments})),
+        descent=dataclasses.asdict(descent),
         **decided,
     )
     return prepared, steps[0][0][1]
@@ -176,21 +189,24 @@ def _check_loss(objective: Objective, batches: Sequence[Batch], key: ChainKey, t
 
 
 def _center_loss(
-    objective: Objective, served: Any, setting: Setting, everything: bool
-) -> tuple[float, float | None]:
-    """L_n(w*) averaged by sample or weight, and its standard error.
+    objective: Objective, served: Any, setting: Setting, everything: bool, *, few: bool
+) -> tuple[float, float | None, torch.Tensor | None]:
+    """L_n(w*) averaged by sample or weight, its standard error, and ∇L_n(w*) if all data are ``few`` batches.
 
     As long as some parameter has not got a gradient, gradients are taken along: a branch or an
     expert may be reached by few batches only.
     """
     if setting.run.init_loss is not None:
-        return setting.run.init_loss, None
+        return setting.run.init_loss, None, None
     counts: list[float] = []
     losses = []
     scratch = torch.zeros(objective.flat.size, dtype=objective.flat.dtype, device=objective.flat.device)
-    for request, data in served:
+    total = torch.zeros_like(scratch) if everything and few else None
+    for number, (request, data) in enumerate(served, 1):
+        if number > _FEW_BATCHES:
+            total = None
         with objective.passing():
-            if len(objective.touched) < len(objective.flat.parameters):
+            if total is not None or len(objective.touched) < len(objective.flat.parameters):
                 loss = objective.loss_and_gradient(scratch, [(1, data)], setting.key, request.step)
             else:
                 loss = objective.loss([(1, data)], setting.key, request.step)
@@ -198,15 +214,23 @@ def _center_loss(
         if count > 0:  # a batch may be without weight
             counts.append(count)
             losses.append(float(loss))
+            if total is not None:
+                total.add_(scratch, alpha=count)
     objective.watch.check()
     weights, values = np.asarray(counts, dtype=float) / sum(counts), np.asarray(losses)
     mean = float(weights @ values)
     if everything:
-        return mean, 0.0
+        return mean, 0.0, None if total is None else total.div_(sum(counts))
     if objective.weighted:  # the error of a ratio
         errors = weights * (values - mean)
-        return mean, float(np.sqrt(errors @ errors * len(values) / max(1, len(values) - 1)))
-    return mean, float(np.sqrt(weights @ (values - mean) ** 2 / max(1, len(values) - 1)))
+        error = float(np.sqrt(errors @ errors * len(values) / max(1, len(values) - 1)))
+        return mean, error, None
+    return mean, float(np.sqrt(weights @ (values - mean) ** 2 / max(1, len(values) - 1))), None
+
+
+def _restricted(vector: torch.Tensor, flat: FlatParameters, names: Sequence[str]) -> torch.Tensor:
+    """The entries of a vector over ``flat`` that belong to the parameters of these names."""
+    return torch.cat([vector[one.start : one.stop] for one in flat.segments if one.name in names])
 
 
 def _decide(

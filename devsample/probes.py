@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -43,6 +43,18 @@ class Probe:
             values.append(squared_norm(difference) / 2)
         return sum(values) / len(values) if values else math.nan
 
+    def gradients(self, position: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The gradient of each step; the next one overwrites it."""
+        self._objective.flat.point_to(position)
+        for number in range(len(self._steps)):
+            yield self._gradient(number)
+
+    def loss(self, position: torch.Tensor) -> float:
+        """Mean loss over the steps."""
+        self._objective.flat.point_to(position)
+        values = [self._objective.loss(step, self._key, n) for n, step in enumerate(self._steps)]
+        return float(torch.stack(values).double().mean()) if values else math.nan
+
     def _difference(self, position: torch.Tensor, first: int) -> torch.Tensor:
         """G − g' of a pair of steps, a new tensor."""
         self._objective.flat.point_to(position)
@@ -78,6 +90,10 @@ class Probe:
             value = math.sqrt(squared_norm(image))
             direction = image
         return value
+
+    def times_hessian(self, position: torch.Tensor, direction: torch.Tensor, steps: int) -> torch.Tensor:
+        """H · direction, averaged over the first steps, by central differences of gradients."""
+        return self._times_hessian(position, direction, range(min(steps, len(self._steps))))
 
     def _gradient(self, number: int) -> torch.Tensor:
         self._objective.loss_and_gradient(self._buffer, self._steps[number], self._key, number)

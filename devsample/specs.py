@@ -152,6 +152,7 @@ class Prepared:
             depend on more than the weights and the sample: "dropout", "batch norm".
         averaged_by: "sample", or "weight" if ``evaluate`` returns weights: Σ w ℓ / Σ w.
         weights_dtype: the dtypes of the moving parameters, such as "float32".
+        descent: what a step of steepest descent from w* does, as `devsample.descent.Descent` has it.
         observed: what is known of the observables at w*, by name.
     """
 
@@ -178,6 +179,7 @@ class Prepared:
     in_training: tuple[str, ...] = ()
     averaged_by: str = "sample"
     weights_dtype: str = "float32"
+    descent: dict[str, float] = field(default_factory=dict)
     observed: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

@@ -116,6 +116,7 @@ def _cells(result: LLCResult, found: Diagnostics) -> list[tuple[str, str]]:
         ("below baseline", f"{100 * found.below_baseline:.1f} % of the draws"),
         ("plateau slope", _measured(found.plateau_slope)),
         ("virial (1 is right)", _measured(found.virial)),
+        ("descent from w*", "–" if found.descent.missing else f"lowers nβ L by {_measured(found.descent)}"),
         ("L_n(w*)", f"{result.init_loss:.5g}, {settings.get('baseline', '?')} baseline"),
         ("nβ, localization", f"{_setting(settings, 'nbeta')}, {_setting(settings, 'localization')}"),
         ("sampler, lr", f"{settings.get('sampler', '?')}, {_setting(settings, 'lr')}"),
