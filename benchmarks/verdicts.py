@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from devsample import SGHMC, LLCResult, LoaderSpec, RMSPropSGLD, estimate_learning_coeff_with_summary
+from devsample import SGHMC, SGNHT, LLCResult, LoaderSpec, RMSPropSGLD, estimate_learning_coeff_with_summary
+from devsample.samplers import AdamSGLD
 
 N, D = 512, 8
 NBETA = N / math.log(N)
@@ -196,6 +197,18 @@ class Scenario:
     kind: tuple[str, ...] = field(default=())
 
 
+NETWORK_OPTIONS = {"localization": 10.0, "nbeta": NBETA}
+
+
+def network() -> dict[str, Any]:
+    """The trained network and its data."""
+    return {
+        "model": fit_tanh(),
+        "evaluate": net_square,
+        "loader_spec": LoaderSpec(TANH, batch_size=64),
+    }
+
+
 def nothing_moves(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     """A loss that does not depend on the weights."""
     return (batch[1] ** 2).mean() + 0 * model(batch[0]).sum()
@@ -215,6 +228,26 @@ SCENARIOS: dict[str, Scenario] = {
     "healthy, SGHMC": Scenario(lambda: healthy(sampling_method=SGHMC, optimizer_kwargs=sgld(0.02))),
     "healthy, RMSPropSGLD": Scenario(
         lambda: healthy(sampling_method=RMSPropSGLD, optimizer_kwargs=sgld(0.1))
+    ),
+    "healthy, AdamSGLD": Scenario(
+        lambda: healthy(
+            sampling_method=AdamSGLD,
+            optimizer_kwargs=sgld(0.004),
+            num_steps_bw_draws=10,
+            num_burnin_steps=4000,
+        )
+    ),
+    "healthy, SGNHT": Scenario(lambda: healthy(sampling_method=SGNHT, optimizer_kwargs=sgld(0.02))),
+    "healthy, observed": Scenario(lambda: healthy(observables=("virial", "distance"))),
+    "healthy, SGHMC, settings chosen": Scenario(
+        lambda: healthy(
+            **network(),
+            sampling_method=SGHMC,
+            optimizer_kwargs=NETWORK_OPTIONS,
+            num_burnin_steps=0,
+            num_steps_bw_draws=10,
+            observables=("virial", "distance"),
+        )
     ),
     "healthy, network": Scenario(
         lambda: healthy(
@@ -258,6 +291,31 @@ SCENARIOS: dict[str, Scenario] = {
         ("no minimum",),
     ),
     "lr too large": Scenario(lambda: healthy(optimizer_kwargs=sgld(3.0)), ("large step",)),
+    "lr too large, RMSPropSGLD": Scenario(
+        lambda: healthy(sampling_method=RMSPropSGLD, optimizer_kwargs=sgld(6.0)), ("large step",)
+    ),
+    "lr too large, AdamSGLD": Scenario(
+        lambda: healthy(sampling_method=AdamSGLD, optimizer_kwargs=sgld(0.2)), ("bias",)
+    ),
+    "lr too small, RMSPropSGLD": Scenario(
+        lambda: healthy(
+            **network(), sampling_method=RMSPropSGLD, optimizer_kwargs={"lr": 1e-5, **NETWORK_OPTIONS}
+        ),
+        ("small step",),
+    ),
+    "lr too small, SGHMC": Scenario(
+        lambda: healthy(**network(), sampling_method=SGHMC, optimizer_kwargs={"lr": 1e-6, **NETWORK_OPTIONS}),
+        ("small step",),
+    ),
+    "not spread": Scenario(
+        lambda: healthy(
+            **network(),
+            optimizer_kwargs={"lr": 1e-3, **NETWORK_OPTIONS, "localization": 0.1},
+            num_burnin_steps=0,
+            observables=("virial",),
+        ),
+        ("not spread", "small step"),
+    ),
     "lr too small": Scenario(lambda: healthy(optimizer_kwargs=sgld(1e-4)), ("small step",)),
     "shared batches": Scenario(
         lambda: healthy(

@@ -13,6 +13,7 @@ import numpy as np
 from devsample.diagnostics import CHAINS_DIFFER, Description, Draws, PredictedBias, describe, predict_bias
 from devsample.errors import AllChainsFailedError
 from devsample.measured import measured_bias
+from devsample.evidence import PRECONDITIONED
 from devsample.verdict import Evidence, Finding, LostChain, examine
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class ChainInfo:
         gradient_noise: trace of the covariance of one step's gradient estimate (all
             ``grad_accum_steps`` of it) at the chain's last state; None if not measured.
         hessian_trace: trace of the Hessian of the loss there; None if not measured.
-        curvature: its largest eigenvalue in size; None if not measured (it is for two chains).
+        curvature: its largest eigenvalue in size; None if not measured (it is for two chains). With a
+            preconditioner G these three are of √G g, √G H √G and √G (H + γ/nβ) √G.
         moved: share of the moving entries whose value, in the model's dtype, differs from that at w*.
         step_bias: means over 20 stretches of its rerun of nβ (L(w) − L(w')), w with lr and w' with lr/2;
             None if it was not rerun.
@@ -132,6 +134,8 @@ def analyse(recorded: Recorded) -> Analysis:
         measured=measured_bias(
             [one.step_bias for one in infos], estimate.mean, recorded.settings.get("lr", math.nan)
         ),
+        virial=_observed(recorded, groups, "virial"),
+        distance=_observed(recorded, groups, "distance"),
     )
     return Analysis(estimate, each, lost, bias, examine(evidence))
 
@@ -143,6 +147,14 @@ def traces_of(recorded: Recorded, name: str) -> list[Draws]:
         rows[info.chain][name].to_numpy(np.float64) if info.chain in rows else np.empty(0)
         for info in recorded.chains
     ]
+
+
+def _observed(recorded: Recorded, groups: Mapping[int, Sequence[int]], name: str) -> Draws | None:
+    """An observable of the chains in use, if it was recorded at each draw."""
+    if name not in recorded.draws or recorded.draws[name].dtype.kind != "f":
+        return None
+    found = _rectangle(traces_of(recorded, name), groups)
+    return found if np.isfinite(found).all() else None
 
 
 def groups_of(
@@ -274,7 +286,7 @@ def _all_failed(lost: Mapping[int, LostChain], draws: pd.DataFrame) -> AllChains
     return error
 
 
-_WITH_LAW = ("SGLD", "SGHMC", "SGNHT", "MALA", "HMC")
+_WITH_LAW = ("SGLD", "SGHMC", "SGNHT", "MALA", "HMC", *PRECONDITIONED)
 
 
 def _bias(
@@ -291,7 +303,8 @@ def _bias(
         # A chain's value is a noisy one, from its last state: their mean stands for the chains.
         values = [value for info in used if (value := getattr(info, name)) is not None]
         both = [float(np.mean(values))] if values else []
-        if at_center.get(name) is not None:
+        known = settings.get("sampler") not in PRECONDITIONED  # whose scale was not yet there
+        if known and at_center.get(name) is not None:
             both.append(float(at_center[name]))
         return max((value for value in both if math.isfinite(value)), default=None)
 

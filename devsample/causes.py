@@ -12,7 +12,8 @@ from collections.abc import Callable
 import numpy as np
 
 from devsample.diagnostics import Draws
-from devsample.evidence import Evidence, Finding, format_number, percent
+from devsample.evidence import Evidence, Finding, format_number, percent, stiffness
+from devsample.pace import check_slow, check_spread, fitting_lr, law
 
 RELAXED = 3.0  # e-foldings of the fastest direction within a run that has moved
 LARGE_STEP, LARGEST_STEP = 2.0, 3.0  # ε (nβ h + γ); at 4 steps are unstable
@@ -33,7 +34,6 @@ REMEDIES = {
     "died": "look in its log for a lack of memory or a kill",
     "stopped": "let it run to the end",
 }
-OVERDAMPED = ("SGLD", "SGHMC", "SGNHT")
 
 
 def check_samples(evidence: Evidence) -> Finding | None:
@@ -144,43 +144,41 @@ def check_minimum(evidence: Evidence) -> Finding | None:
 
 def check_small_step(evidence: Evidence) -> Finding | None:
     """A run so short, or steps so small, that not even the stiffest direction has relaxed."""
-    settings, curvature = evidence.settings, evidence.curvature
-    if curvature is None or settings.get("sampler") not in OVERDAMPED:
+    settings, stiffest = evidence.settings, stiffness(evidence)
+    if stiffest is None:
         return None
     lr, speed = float(settings["lr"]), float(settings.get("speed", 1.0))
-    stiffness = float(settings["nbeta"]) * curvature + float(settings.get("localization", 0.0))
     between = int(settings.get("num_steps_bw_draws", 1))
     steps = int(settings.get("num_burnin_steps", 0)) + evidence.estimate.num_draws * between
-    foldings = steps * lr * speed * stiffness / 2
+    foldings = steps * lr * speed * stiffest / 2
     if foldings >= RELAXED:
         return None
-    fit = 0.3 / stiffness
+    fit = fitting_lr(evidence, stiffest)
     factor = RELAXED / max(foldings, 1e-12)
     remedy = f"raise lr from {format_number(lr)} towards {format_number(fit, 2)} or make longer chains"
     if fit <= lr:
         remedy = f"raise num_draws and num_burnin_steps {format_number(math.ceil(factor))}-fold or more"
     text = (
         f"The chains have hardly left w*: {steps} steps of lr = {format_number(lr)} are "
-        f"{format_number(foldings, 2)} relaxation times of the stiffest direction (nβ h + γ = "
-        f"{format_number(stiffness)}), and the others are slower; {remedy}."
+        f"{format_number(foldings, 2)} relaxation times of the stiffest direction, whose {law(evidence)} is "
+        f"{format_number(stiffest)}, and the others are slower; {remedy}."
     )
     return Finding("small step", "reject", text)
 
 
 def check_large_step(evidence: Evidence) -> Finding | None:
     """Steps near or beyond what the stiffest direction bears."""
-    settings, curvature = evidence.settings, evidence.curvature
-    if curvature is None or settings.get("sampler") not in OVERDAMPED:
+    settings, stiffest = evidence.settings, stiffness(evidence)
+    if stiffest is None or float(settings.get("step_bias", 0.0)) > 1:  # of which the bias speaks
         return None
     lr = float(settings["lr"])
-    stiffness = float(settings["nbeta"]) * curvature + float(settings.get("localization", 0.0))
-    size = lr * stiffness
+    size = lr * stiffest
     if size <= LARGE_STEP:
         return None
     text = (
-        f"lr is too large for the stiffest direction: lr (nβ h + γ) = {format_number(size, 2)}, where steps "
-        f"are unstable from 4 on and biased well below; lower lr from {format_number(lr)} to "
-        f"{format_number(0.3 / stiffness, 2)}."
+        f"lr is too large for the stiffest direction: lr {law(evidence)} = "
+        f"{format_number(size, 2)}, where steps are unstable from 4 on and biased well below; lower lr from "
+        f"{format_number(lr)} to {format_number(0.3 / stiffest, 2)}."
     )
     return Finding("large step", "reject" if size > LARGEST_STEP else "caution", text)
 
@@ -283,4 +281,6 @@ CAUSES: tuple[Callable[[Evidence], Finding | None], ...] = (
     check_large_step,
     check_lost,
     check_small_step,
+    check_slow,
+    check_spread,
 )

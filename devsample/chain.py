@@ -214,6 +214,10 @@ class Group:
             seed_global_generators(stream_seed(row.key, Role.NOISE, step))
             optimizers.step(number, self.position[number], self._gradient[number])
 
+    def step_scales(self) -> torch.Tensor | None:
+        """By what the lr of each entry is scaled now, shape (K, P), if by anything."""
+        return self.kernel.step_scales(self._buffers)
+
     def _transition(self, step: int, draw: int | None, served: Served) -> None:
         """One transition of every chain on all data."""
         kernel, buffers = self.kernel, self._buffers

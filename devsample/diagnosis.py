@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from devsample.autocorrelation import Spread, autocorrelation_time, chain_spread
-from devsample.diagnostics import Description, Draws, align, describe, drift
+from devsample.diagnostics import Description, Draws, align, describe, drift, virial_is_off
 from devsample.evidence import format_number
 from devsample.settling import BurninAdvice, burnin_advice
 
@@ -337,8 +337,10 @@ def _notes(given: Diagnostics) -> list[str]:
         ("virial", given.virial),
         ("descent from w*", given.descent),
     ]
+    off = virial_is_off(given.virial.value, given.virial.se)
     for name, one in measured:
         value = f"{format_number(one.value)} ± {format_number(one.se, 2)}"
+        value += f" – too {off}, 1 is right" if off and name == "virial" else ""
         lines.append(f"{name:<21}{one.missing or value}")
     return [*lines, f"step bias (lr against lr/2): {_step_bias_sentence(given)}"]
 
@@ -357,6 +359,11 @@ def _step_bias_sentence(given: Diagnostics) -> str:
 def burnin_sentence(given: Diagnostics) -> str:
     """What the llc's trace says of burn-in, and what to set."""
     advice, before = given.quantities["llc"].burnin, given.num_burnin_steps
+    if virial_is_off(given.virial.value, given.virial.se) == "low":
+        value = format_number(given.virial.value, 2)
+        return (
+            f"too short: the virial is {value}, the chains have yet to spread; raise lr or num_burnin_steps"
+        )
     if advice.drop is None:
         return f"not within the draws: {advice.why}"
     if advice.drop == 0:

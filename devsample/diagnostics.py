@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +25,14 @@ __all__ = [
     "describe",
     "drift",
     "predict_bias",
+    "virial_is_off",
 ]
 
 Draws: TypeAlias = NDArray[np.float64]
 
 CHAINS_DIFFER = 0.1  # chance of the chain means' spread below which it gives the error bar
 MIN_DRAWS = 4  # arviz-stats' least length for an autocorrelation
+VIRIAL_Z, VIRIAL_CLOSE = 4.0, (0.8, 1.1)  # standard errors from 1, and what is near enough
 BIAS_CAUTION = 0.05  # predicted bias relative to the estimate that is still fine
 
 
@@ -189,6 +191,21 @@ def drift(draws: Draws) -> tuple[float, float]:
     if error == 0:
         return difference, math.copysign(math.inf, difference) if difference else 0.0
     return difference, difference / error
+
+
+def virial_is_off(value: float, se: float) -> Literal["", "low", "high"]:
+    """Whether a virial says that the chains have not spread, or spread too far.
+
+    Args:
+        value: mean of the draws; 1 is right.
+        se: its standard error.
+
+    >>> virial_is_off(0.23, 0.02), virial_is_off(0.97, 0.02), virial_is_off(1.3, 0.05)
+    ('low', '', 'high')
+    """
+    if not abs(value - 1) > VIRIAL_Z * se or VIRIAL_CLOSE[0] <= value <= VIRIAL_CLOSE[1]:
+        return ""
+    return "low" if value < 1 else "high"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,10 @@ from typing import Any, Literal, TypeAlias
 from devsample.diagnostics import Description, Draws, PredictedBias
 from devsample.measured import MeasuredBias
 
-__all__ = ["Evidence", "Finding", "LostChain", "format_number", "percent"]
+__all__ = ["PRECONDITIONED", "Evidence", "Finding", "LostChain", "format_number", "percent", "stiffness"]
+
+STEPPING = ("SGLD", "SGHMC", "SGNHT")  # whose relaxation follows from lr (nβ h + γ)
+PRECONDITIONED = ("RMSPropSGLD", "AdamSGLD")  # and with the scale G of their entries, from lr G (nβ h + γ)
 
 Severity: TypeAlias = Literal["caution", "reject"]
 
@@ -51,10 +54,13 @@ class Evidence:
         lost: the chains that are left out.
         bias: ``predict_bias(...)``, or None where no law is known.
         settings: of the run, as in ``LLCResult.settings``.
-        curvature: the largest |h| of the Hessian that the chains ended at, None if it was not measured.
+        curvature: the largest |h| of the Hessian that the chains ended at, None if it was not measured;
+            with a preconditioner G, of √G (H + γ/nβ) √G.
         moved: share of the moving entries that differ from w* in the end, in the model's own dtype, the
             mean over chains; None if it was not measured.
         measured: the bias from the step size, None if the chains were not rerun.
+        virial: (w − w*)·∇U / d at each draw, shaped as ``llc``; None if it was not recorded.
+        distance: |w − w*| at each draw; None if it was not recorded.
     """
 
     llc: Draws
@@ -67,6 +73,19 @@ class Evidence:
     curvature: float | None = None
     moved: float | None = None
     measured: MeasuredBias | None = None
+    virial: Draws | None = None
+    distance: Draws | None = None
+
+
+def stiffness(evidence: Evidence) -> float | None:
+    """nβ h + γ, or G (nβ h + γ), of the stiffest direction; None where it is not known."""
+    settings, curvature = evidence.settings, evidence.curvature
+    sampler = settings.get("sampler")
+    if curvature is None or sampler not in (*STEPPING, *PRECONDITIONED):
+        return None
+    if sampler in PRECONDITIONED:
+        return float(settings["nbeta"]) * curvature
+    return float(settings["nbeta"]) * curvature + float(settings.get("localization", 0.0))
 
 
 def format_number(value: float, digits: int = 3) -> str:

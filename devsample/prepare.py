@@ -25,7 +25,7 @@ from devsample.objective import Batch, Objective, global_random_state
 from devsample.probes import Probe
 from devsample.samplers import SGLDKernel
 from devsample.seeds import ChainKey, NormalBlocks, Role
-from devsample.specs import Prepared, RunSpec, SamplerSpec
+from devsample.specs import DECIDED_LATER, Prepared, RunSpec, SamplerSpec
 from devsample.stacked import why_not_stackable
 from devsample.types import EvaluateFn
 
@@ -35,6 +35,7 @@ _CALM_ROUNDS = 2  # rounds in which the curvature does not grow, before the pilo
 _EXPLOSION = 8.0  # how much smaller the step is after a pilot that exploded
 _SMALLEST_CURVATURE = 1e-3  # of nβ·L, where the curvature vanishes
 _AUTO_LR, _AUTO_LOCALIZATION = 0.3, 1.0
+_AUTO_BIAS = 0.05  # of the estimate, which a chosen lr may have in any case
 _FEW_BATCHES = 64  # a pass over so many takes gradients along, for ∇L_n(w*)
 _SLOWEST_MODE = 100.0  # burn-in waits for modes with this fraction of the largest curvature
 
@@ -252,21 +253,19 @@ def _decide(
     if run.auto:
         options.setdefault("localization", _AUTO_LOCALIZATION)
     localization = float(options.get("localization", 0.0))
+    gradient_noise, control = _gradient_noise(setting, probe, center)
     if lr is None:
         curvature = _explore(probe, setting, objective, center, steps, nbeta, localization)
         lr = _AUTO_LR / (nbeta * curvature + localization)
-        lr /= max(1.0, sampler.kernel(lr=lr, nbeta=nbeta).step_bias)
+        kernel = sampler.kernel(lr=lr, nbeta=nbeta)
+        lr /= max(1.0, kernel.step_bias)
+        noise = math.inf if control else gradient_noise  # off w* there is some
+        lr /= _too_fast(lr / 8 * nbeta**2 * noise, kernel.speed)
         if burnin == 0:
             slowest = max(localization, nbeta * curvature / _SLOWEST_MODE)
             speed = sampler.kernel(lr=lr, nbeta=nbeta).speed
             burnin = math.ceil(math.log(100) / (lr * speed * slowest))
     kernel = sampler.kernel(lr=lr, nbeta=nbeta, localization=localization)
-    if kernel.full_data or getattr(kernel, "control_variate", False):
-        who = "control_variate" if not kernel.full_data else f"sampling_method: {sampler.kind.__name__}"
-        _check_reads_all(setting.loader, who)
-        gradient_noise = 0.0  # with a control variate there is none at w*
-    else:
-        gradient_noise = probe.gradient_noise(center)
     return {
         "nbeta": nbeta,
         "nbeta_rule": rule,
@@ -278,6 +277,28 @@ def _decide(
         "hessian_trace": probe.hessian_trace(center) if kernel.step_bias else None,
         "curvature": curvature,
     }
+
+
+def _gradient_noise(setting: Setting, probe: Probe, center: torch.Tensor) -> tuple[float, bool]:
+    """Tr Cov of a step's gradient at w*, and whether it is 0 by a control variate."""
+    sampler = setting.sampler
+    kernel = sampler.kernel(**DECIDED_LATER)
+    control = bool(getattr(kernel, "control_variate", False))
+    if kernel.full_data or control:
+        who = "control_variate" if not kernel.full_data else f"sampling_method: {sampler.kind.__name__}"
+        _check_reads_all(setting.loader, who)
+        return 0.0, control
+    return probe.gradient_noise(center), False
+
+
+def _too_fast(bias: float, speed: float) -> float:
+    """By what lr is to be divided, so that a faster sampler gathers no more of the gradients' noise.
+
+    Args:
+        bias: of the estimate, from that noise, for a sampler of speed 1.
+        speed: the sampler's.
+    """
+    return min(speed, max(1.0, speed * bias / _AUTO_BIAS))
 
 
 def _check_reads_all(loader: ChainLoader, who: str) -> None:

@@ -30,16 +30,24 @@ class Probe:
         self._buffer = torch.zeros(flat.size, dtype=flat.dtype, device=flat.device)
         self._normals = NormalBlocks([key], flat.size, flat.dtype, flat.device, Role.PROBE)
 
-    def gradient_noise(self, position: torch.Tensor, anchor: torch.Tensor | None = None) -> float:
+    def gradient_noise(
+        self,
+        position: torch.Tensor,
+        anchor: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> float:
         r"""Trace of one step's gradient covariance, from independent pairs: E|g − g'|²/2.
 
-        With ``anchor`` (w*), of the gradient less its control variate: g_B(w) − g_B(w*).
+        With ``anchor`` (w*), of the gradient less its control variate: g_B(w) − g_B(w*). With ``scale`` G,
+        of √G times the gradient, as in the coordinates in which G is 1.
         """
         values = []
         for first in range(0, len(self._steps) - 1, 2):
             difference = self._difference(position, first)
             if anchor is not None:
                 difference.sub_(self._difference(anchor, first))
+            if scale is not None:
+                difference.mul_(scale.sqrt())
             values.append(squared_norm(difference) / 2)
         return sum(values) / len(values) if values else math.nan
 
@@ -61,8 +69,12 @@ class Probe:
         one = self._gradient(first).clone()
         return one.sub_(self._gradient(first + 1))
 
-    def hessian_trace(self, position: torch.Tensor, directions: int = 4) -> float:
+    def hessian_trace(
+        self, position: torch.Tensor, directions: int = 4, scale: torch.Tensor | None = None
+    ) -> float:
         """Trace of the Hessian by Hutchinson's estimator, with central differences of gradients.
+
+        With ``scale`` G, that of √G H √G.
 
         References:
             M. Hutchinson, Comm. Statist. Simulation Comput. 18 (1989).
@@ -70,15 +82,27 @@ class Probe:
         values = []
         for number in range(directions):
             direction = self._normals.plain(number)[0].sign()
+            if scale is not None:
+                direction = direction * scale.sqrt()
             values.append(
                 float(direction @ self._times_hessian(position, direction, [number % len(self._steps)]))
             )
         return sum(values) / len(values)
 
     def largest_curvature(
-        self, position: torch.Tensor, *, iterations: int = _ITERATIONS, steps: int | None = None
+        self,
+        position: torch.Tensor,
+        *,
+        iterations: int = _ITERATIONS,
+        steps: int | None = None,
+        scale: torch.Tensor | None = None,
+        pull: float = 0.0,
     ) -> float:
-        """|h| of the Hessian's largest eigenvalue in size, by power iteration over this many steps."""
+        """|h| of the Hessian's largest eigenvalue in size, by power iteration over this many steps.
+
+        With ``scale`` G, that of √G (H + pull) √G.
+        """
+        root = None if scale is None else scale.sqrt()
         direction = self._normals.plain(0)[0].clone()
         value, used = 0.0, range(min(steps or len(self._steps), len(self._steps)))
         for _ in range(iterations):
@@ -86,7 +110,12 @@ class Probe:
             if not 0 < norm < math.inf:
                 break
             direction.div_(norm)
-            image = self._times_hessian(position, direction, used)
+            if root is None:
+                image = self._times_hessian(position, direction, used)
+            else:
+                direction.mul_(root)
+                image = self._times_hessian(position, direction, used)
+                image.add_(direction, alpha=pull).mul_(root)
             value = math.sqrt(squared_norm(image))
             direction = image
         return value

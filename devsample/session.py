@@ -36,6 +36,7 @@ from devsample.prepare import Setting, prepare
 from devsample.probes import Probe
 from devsample.records import RecordWriter
 from devsample.samplers import Kernel
+from devsample.samplers.langevin import LangevinKernel
 from devsample.schedule import Row
 from devsample.serialize import dumps, short_error
 from devsample.specs import Prepared
@@ -281,7 +282,11 @@ class Session:
         return found
 
     def _probe(self, group: Group, served: Any) -> dict[int, dict[str, Any]]:
-        """Gradient noise, curvature and, if the steps have a bias, tr H at each chain's last state."""
+        """Gradient noise, curvature and, if the steps have a bias, tr H at each chain's last state.
+
+        With a preconditioner G all of it is in the coordinates in which G is 1, and the curvature that of
+        L + (γ + μ)/2nβ |w|².
+        """
         moved = {
             row.chain: group.objective.flat.share_moved(group.center, position)
             for row, position in zip(group.rows, group.position, strict=True)
@@ -289,6 +294,7 @@ class Session:
         if group.kernel.full_data:
             return {chain: {"gradient_noise": 0.0, "moved": share} for chain, share in moved.items()}
         anchor = group.center if getattr(group.kernel, "control_variate", False) else None
+        scales, pull = group.step_scales(), _pull(group.kernel)
         found: dict[int, dict[str, Any]] = {}
         for number, row in enumerate(group.rows):
             steps: list[list[tuple[int, Any]]] = [[] for _ in range(PROBE_STEPS)]
@@ -298,15 +304,20 @@ class Session:
                     request, data = next(served)
                     step.append((len(request.indices), data))
             probe = Probe(group.objective, steps, row.key)
+            scale = None if scales is None else scales[number]
             found[row.chain] = {
-                "gradient_noise": probe.gradient_noise(group.position[number], anchor),
+                "gradient_noise": probe.gradient_noise(group.position[number], anchor, scale),
                 "moved": moved[row.chain],
             }
             if group.kernel.step_bias:
-                found[row.chain]["hessian_trace"] = probe.hessian_trace(group.position[number])
+                found[row.chain]["hessian_trace"] = probe.hessian_trace(group.position[number], scale=scale)
             if row.chain in _CURVATURE_CHAINS:
                 found[row.chain]["curvature"] = probe.largest_curvature(
-                    group.position[number], iterations=_CURVATURE_ITERATIONS, steps=_CURVATURE_STEPS
+                    group.position[number],
+                    iterations=_CURVATURE_ITERATIONS,
+                    steps=_CURVATURE_STEPS,
+                    scale=scale,
+                    pull=pull,
                 )
         return found
 
@@ -400,6 +411,13 @@ def run_chain(
         return session.run(task, emit)
     finally:
         session.close()
+
+
+def _pull(kernel: Kernel) -> float:
+    """(γ + μ)/nβ: what localization and prior add to the curvature of L."""
+    if not isinstance(kernel, LangevinKernel):
+        return 0.0
+    return (kernel.localization + kernel.weight_decay) / kernel.nbeta
 
 
 @contextlib.contextmanager

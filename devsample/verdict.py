@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 from devsample.causes import CAUSES
 from devsample.diagnostics import BIAS_CAUTION, MIN_DRAWS, drift
 from devsample.evidence import Evidence, Finding, LostChain, format_number, percent
+from devsample.pace import ESS_CAUTION, OTHER_QUANTITY, RHAT_CAUTION, RHAT_DRAWS, check_overspread
 
 __all__ = ["Evidence", "Finding", "LostChain", "Verdict", "examine", "format_number", "verdict_of"]
 
@@ -22,9 +23,8 @@ DIMENSION_CAUTION, DIMENSION_REJECT = 1.05, 1.5  # estimate relative to half the
 NEGATIVE_Z = 2.0  # standard errors below zero: no healthy run comes near it
 DRIFT_Z = 3.0  # a healthy run exceeds it by chance about once in 300
 DRIFT_REJECT = 0.25  # drift between the halves relative to the estimate
-RHAT_DRAWS = 40
-RHAT_CAUTION, RHAT_REJECT = 1.05, 1.2  # 1.05: about 10 effective draws per half chain
-ESS_CAUTION, ESS_REJECT = 50.0, 10.0  # over all chains; at 50 the error bar is itself 25 % off
+RHAT_REJECT = 1.2
+ESS_REJECT = 10.0
 RELATIVE_SE_CAUTION = 0.25
 BIAS_REJECT = 0.30
 MEASURED_CAUTION, MEASURED_Z = 0.10, 3.0  # relative to the estimate, and in standard errors
@@ -38,6 +38,8 @@ def examine(evidence: Evidence) -> tuple[Finding, ...]:
     """
     causes = [finding for check in CAUSES if (finding := check(evidence)) is not None]
     found = [finding for check in CHECKS if (finding := check(evidence)) is not None]
+    if any(finding.kind in HOPELESS for finding in causes):  # more draws of it would be no better
+        found = [finding for finding in found if finding.kind not in SYMPTOMS]
     found.sort(key=lambda finding: (finding.kind in SYMPTOMS, finding.severity != "reject"))
     return (*causes, *found)
 
@@ -63,7 +65,7 @@ def check_negative(evidence: Evidence) -> Finding | None:
     text = (
         f"The estimate is negative ({format_number(mean)}, {distance} below 0): the chains find "
         "lower loss than at w*, so w* is no minimum of this loss; train w* to convergence, or "
-        "give evaluate and data as they were in training, or raise localization."
+        f"give evaluate and data as they were in training, or raise {OTHER_QUANTITY}."
     )
     return Finding("negative", "reject", text)
 
@@ -78,7 +80,7 @@ def check_dimension(evidence: Evidence) -> Finding | None:
     text = (
         f"The estimate {format_number(mean)} is above {format_number(limit)}, half the number of "
         "moving parameters, which no minimum gives: the chains have left the neighbourhood of w*, or "
-        "the step is too large; raise localization, or lower lr."
+        f"the step is too large; lower lr, or raise {OTHER_QUANTITY}."
     )
     return Finding("dimension", "reject" if low > DIMENSION_REJECT * limit else "caution", text)
 
@@ -96,7 +98,7 @@ def check_drift(evidence: Evidence) -> Finding | None:
         f"The chains have not settled: the second half of the draws lies {percent(share)} "
         f"({format_number(abs(z), 2)} standard errors) {'above' if z > 0 else 'below'} the first; "
         f"raise num_burnin_steps from {burnin} to {burnin + steps} or more"
-        + (", or raise lr or localization." if z > 0 else ", or train w* further.")
+        + (f", or raise lr, or {OTHER_QUANTITY}." if z > 0 else ", or train w* further.")
     )
     return Finding("drift", "reject" if share > DRIFT_REJECT else "caution", text)
 
@@ -109,6 +111,8 @@ def check_bias(evidence: Evidence) -> Finding | None:
     cause, remedy = "the noise of the minibatch gradients", "a larger batch_size"
     if bias.step > bias.minibatch:
         cause, remedy = "the Euler step itself", 'integrator="averaged"'
+        if settings.get("sampler") == "AdamSGLD":
+            cause, remedy = "its averaged gradient, which is an old one", "RMSPropSGLD"
     lower = f"lower lr from {format_number(settings['lr'])} to {_floor(bias.lr_fit)}"
     others = [remedy]
     batch = settings.get("nbeta_batch")
@@ -157,10 +161,16 @@ def check_rhat(evidence: Evidence) -> Finding | None:
         return None
     text = (
         f"R-hat is {rhat:.2f} (limit {RHAT_CAUTION}): the chains disagree, because they are too "
-        "short for their autocorrelation or sit in different places; raise num_draws or "
-        "num_steps_bw_draws, and localization if the chains keep apart."
+        f"short for their autocorrelation or sit in different places; {_longer(evidence)} and, if the chains "
+        f"keep apart, {OTHER_QUANTITY}."
     )
     return Finding("rhat", "reject" if rhat > RHAT_REJECT else "caution", text)
+
+
+def _longer(evidence: Evidence) -> str:
+    """What makes a chain forget more between its draws."""
+    longer = "raise num_draws or num_steps_bw_draws"
+    return longer + " or num_leapfrog_steps" * (evidence.settings.get("sampler") == "HMC")
 
 
 def check_draws(evidence: Evidence) -> Finding | None:
@@ -177,8 +187,8 @@ def check_draws(evidence: Evidence) -> Finding | None:
     if effective < ESS_CAUTION:
         factor = math.ceil(2 * ESS_CAUTION / effective)
         text = (
-            f"Only {effective:.0f} effective draws of {total} (limit {ESS_CAUTION:.0f}), too "
-            f"few for a sure error bar; raise num_draws or num_steps_bw_draws {factor}-fold."
+            f"Only {math.floor(effective)} effective draws of {total} (limit {ESS_CAUTION:.0f}), too "
+            f"few for a sure error bar; {_longer(evidence)} {factor}-fold."
         )
         return Finding("few draws", "reject" if effective < ESS_REJECT else "caution", text)
     relative = estimate.se / abs(estimate.mean) if estimate.mean else math.inf
@@ -225,10 +235,12 @@ CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     check_drift,
     check_bias,
     check_step_bias,
+    check_overspread,
     check_adapting,
     check_dimension,
     check_rhat,
     check_draws,
     check_precision,
 )
+HOPELESS = frozenset({"no sampler"})
 SYMPTOMS = frozenset({"rhat", "few draws", "precision"})

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from devsample.diagnosis import Diagnostics, Measured, Quantity, diagnose, format_time
+from devsample.diagnostics import virial_is_off
 from devsample.evidence import format_number
 from devsample.plots import base
 from devsample.plots.chains import draw_chains
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from devsample.results import LLCResult
+
+
+BURNIN, VIRIAL = "burn-in", "virial (1 is right)"
 
 
 def dashboard(
@@ -78,7 +82,9 @@ def _draw_numbers(axes: Axes, result: LLCResult) -> None:
     from matplotlib.transforms import Bbox
 
     axes.set_axis_off()
-    cells = _cells(result, diagnose(result))
+    found = diagnose(result)
+    cells = _cells(result, found)
+    marked = _marked(found)
     half = math.ceil(len(cells) / 2)
     for column, part in enumerate([cells[:half], cells[half:]]):
         table = axes.table(
@@ -90,9 +96,11 @@ def _draw_numbers(axes: Axes, result: LLCResult) -> None:
         )
         table.auto_set_font_size(False)
         table.set_fontsize(9)
-        for (_, position), cell in table.get_celld().items():
+        for (row, position), cell in table.get_celld().items():
             cell.set_edgecolor("0.85")
-            cell.get_text().set_color("0.4" if position == 0 else "0.1")
+            plain = "0.1" if position else "0.4"
+            off = position and part[row][0] in marked
+            cell.get_text().set_color(base.VERDICT_COLORS["reject"] if off else plain)
 
 
 def _cells(result: LLCResult, found: Diagnostics) -> list[tuple[str, str]]:
@@ -108,14 +116,14 @@ def _cells(result: LLCResult, found: Diagnostics) -> list[tuple[str, str]]:
         ("autocorrelation", _time(llc)),
         ("between chains", _spread(llc)),
         ("drift of the halves", _drift(llc)),
-        ("burn-in", _burnin(found)),
+        (BURNIN, _burnin(found)),
         (
             "predicted bias",
             "–" if bias is None else f"{format_number(bias.absolute, 2)} ({100 * bias.relative:.1f} %)",
         ),
         ("below baseline", f"{100 * found.below_baseline:.1f} % of the draws"),
         ("plateau slope", _measured(found.plateau_slope)),
-        ("virial (1 is right)", _measured(found.virial)),
+        (VIRIAL, _measured(found.virial) + _off(found.virial)),
         ("descent from w*", "–" if found.descent.missing else f"lowers nβ L by {_measured(found.descent)}"),
         ("L_n(w*)", f"{result.init_loss:.5g}, {settings.get('baseline', '?')} baseline"),
         ("nβ, localization", f"{_setting(settings, 'nbeta')}, {_setting(settings, 'localization')}"),
@@ -131,6 +139,17 @@ def _with_error(value: float, se: float) -> str:
 
 def _measured(one: Measured) -> str:
     return "not recorded" if one.missing else f"{format_number(one.value, 2)} ± {format_number(one.se, 2)}"
+
+
+def _off(virial: Measured) -> str:
+    off = virial_is_off(virial.value, virial.se)
+    return f", too {off}" if off else ""
+
+
+def _marked(found: Diagnostics) -> set[str]:
+    """Names of the figures that are off."""
+    off = virial_is_off(found.virial.value, found.virial.se)
+    return ({VIRIAL} if off else set()) | ({BURNIN} if off == "low" else set())
 
 
 def _figure(value: float, style: str) -> str:
@@ -150,6 +169,8 @@ def _drift(llc: Quantity) -> str:
 
 
 def _burnin(found: Diagnostics) -> str:
+    if virial_is_off(found.virial.value, found.virial.se) == "low":
+        return "not spread yet, see the virial"
     drop = found.quantities["llc"].burnin.drop
     if drop is None:
         return "not seen to settle"

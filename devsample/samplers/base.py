@@ -110,6 +110,10 @@ class Kernel(abc.ABC):
             buffers: what `init` gave, as the steps since have left it.
         """
 
+    def step_scales(self, buffers: Buffers) -> torch.Tensor | None:
+        """G, by which each entry's lr is scaled, shape (K, P); None if there is none."""
+        return None
+
     def freeze(self, buffers: Buffers) -> None:  # noqa: B027  most samplers have nothing to do here
         """End what burn-in adapts, in place; at least one step must have been made."""
 

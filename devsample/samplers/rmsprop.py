@@ -49,6 +49,10 @@ class RMSPropSGLDKernel(OverdampedKernel):
             buffers["scale"] = self._scale(buffers)
             del buffers["second_moment"]
 
+    def step_scales(self, buffers: Buffers) -> torch.Tensor:
+        """G as it is now; at least one step must have been made."""
+        return buffers["scale"] if "scale" in buffers else self._scale(buffers)
+
     def is_frozen(self, buffers: Buffers) -> bool:
         """Whether `freeze` has fixed the preconditioner."""
         return "scale" in buffers

@@ -99,6 +99,27 @@ def test_samplers_on_all_data_need_no_second_batch():
     assert abs(found.value - SLOPE) < 4 * found.se
 
 
+def test_a_virial_that_is_off_is_said_so_and_burn_in_is_not_enough(traces):
+    noise = 0.1 * np.random.default_rng(4).normal(size=(4, 500))
+    low = make_result(traces, draws=recorded(traces, virial=0.23 + noise))
+    assert "burn-in              too short: the virial is 0.23" in str(diagnose(low))
+    assert "too low, 1 is right" in str(diagnose(low))
+    assert [one.kind for one in low.findings] == ["not spread"]
+    high = make_result(traces, draws=recorded(traces, virial=1.4 + noise))
+    assert "enough: level" in str(diagnose(high))
+    assert "too high, 1 is right" in str(diagnose(high))
+    assert [one.kind for one in high.findings] == ["spread too far"]
+    assert make_result(traces, draws=recorded(traces, virial=1 + noise)).verdict == "trust"
+
+
+def test_what_descent_from_w_star_gains_is_in_the_table(traces):
+    assert "descent from w*      not measured" in str(diagnose(make_result(traces)))
+    given = {"drop": 3.0, "square": 2.0, "error": 0.5, "curvature": 1.0}
+    found = diagnose(make_result(traces, descent=given))
+    assert (found.descent.value, found.descent.se) == (3.0, 0.75)
+    assert "descent from w*      3 ± 0.75" in str(found)
+
+
 def test_the_virial_that_is_missing_says_how_to_have_it(traces):
     assert 'observables=("virial",)' in virial({}).missing
     assert virial({"virial": np.array([[1.0, math.nan]])}).missing == "a value is not finite"

@@ -326,6 +326,48 @@ def test_too_few_effective_draws(rho, severity):
     assert "effective draws" in few.text
 
 
+def test_reasons_that_are_of_no_use_are_left_out():
+    """Of an optimizer that samples nothing, more draws would be no better."""
+    llc = ar1(4, 100, 0.99, np.random.default_rng(21))
+    assert set(kinds(examine(evidence(llc)))) >= {"rhat", "few draws"}
+    found = kinds(examine(evidence(llc, samples=False, sampler="SGD")))
+    assert found[0] == "no sampler"
+    assert not {"rhat", "few draws"} & set(found)
+
+
+def test_few_effective_draws_are_rounded_down():
+    one = evidence(healthy(np.random.default_rng(21)))
+    one = replace(one, estimate=replace(one.estimate, ess=49.7))
+    assert "Only 49 effective draws" in verdict.check_draws(one).text
+
+
+def test_raising_localization_is_said_to_change_the_quantity():
+    rising = healthy(np.random.default_rng(23), shape=(4, 300)) * (1 - np.exp(-np.arange(300) / 150))
+    apart = ar1(4, 300, 0.5, np.random.default_rng(2)) + 8 * np.arange(4)[:, None]
+    above = evidence(healthy(np.random.default_rng(21)), num_moving_parameters=6)
+    told = [
+        verdict.check_drift(evidence(rising)),
+        verdict.check_rhat(evidence(apart)),
+        verdict.check_negative(evidence(-healthy(np.random.default_rng(21)))),
+        verdict.check_dimension(above),
+    ]
+    for one in told:
+        assert "localization, which is part of what is estimated" in one.text
+
+
+def test_trajectories_of_hmc_can_be_longer():
+    llc = 12 + ar1(4, 100, 0.98, np.random.default_rng(21))
+    assert "num_leapfrog_steps" in verdict.check_rhat(evidence(llc, sampler="HMC")).text
+    assert "num_leapfrog_steps" not in verdict.check_rhat(evidence(llc)).text
+
+
+def test_the_bias_of_adam_is_that_of_its_averaged_gradient():
+    bias = bias_of(gradient_noise=0.01, step_bias=18.0, hessian_trace=20.0)
+    text = verdict.check_bias(evidence(np.full((2, 50), 10.0), bias=bias, sampler="AdamSGLD")).text
+    assert "from its averaged gradient" in text
+    assert "RMSPropSGLD" in text
+
+
 def test_draws_too_few_for_any_error_bar_are_rejected():
     (finding,) = examine(evidence(np.random.default_rng(22).normal(12, 1, size=(4, 3))))
     assert (finding.kind, finding.severity) == ("few draws", "reject")

@@ -220,6 +220,20 @@ def test_the_dashboard_has_all_panels_and_the_numbers(traces):
     assert cells["estimate"].startswith("12.28 ± ")
 
 
+@pytest.mark.parametrize(("mean", "marked"), [(1.0, set()), (0.23, {"virial", "burn-in"}), (1.4, {"virial"})])
+def test_a_virial_that_is_off_is_marked(traces, mean, marked):
+    virial = mean + 0.1 * np.random.default_rng(8).normal(size=2000)
+    figure = dashboard(make_result(traces, draws=table(traces).assign(virial=virial)))
+    (axes,) = (one for one in figure.get_axes() if one.get_label() == "numbers")
+    red = set()
+    for one in axes.tables:
+        for (row, column), cell in one.get_celld().items():
+            if to_rgba(cell.get_text().get_color()) == to_rgba(VERDICT_COLORS["reject"]):
+                assert column == 1
+                red.add(one.get_celld()[row, 0].get_text().get_text().partition(" ")[0])
+    assert red == marked
+
+
 @pytest.mark.parametrize("num_chains", [4, 64])
 def test_nothing_overlaps_or_is_cut_off(num_chains):
     """Texts of the dashboard are inside of it, and those of the table of numbers clear of each other."""

@@ -76,7 +76,9 @@ def make_result(
     **changed,
 ):
     infos = chain_infos(traces, **{k: v for k, v in changed.items() if k in ("c0", "c1", "c2", "c3")})
-    settings = {"num_chains": len(traces)} | {k: v for k, v in changed.items() if k in SETTINGS}
+    settings = {"num_chains": len(traces)} | {
+        k: v for k, v in changed.items() if k in SETTINGS or k == "descent"
+    }
     return LLCResult.from_run(
         table(traces) if draws is None else draws,
         infos,
