@@ -12,8 +12,8 @@ import numpy as np
 
 from devsample.diagnostics import CHAINS_DIFFER, Description, Draws, PredictedBias, describe, predict_bias
 from devsample.errors import AllChainsFailedError
-from devsample.measured import measured_bias
 from devsample.evidence import PRECONDITIONED
+from devsample.measured import measured_bias
 from devsample.verdict import Evidence, Finding, LostChain, examine
 
 if TYPE_CHECKING:
