@@ -292,7 +292,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "lr too large": Scenario(lambda: healthy(optimizer_kwargs=sgld(3.0)), ("large step",)),
     "lr too large, RMSPropSGLD": Scenario(
-        lambda: healthy(sampling_method=RMSPropSGLD, optimizer_kwargs=sgld(6.0)), ("large step",)
+        lambda: healthy(sampling_method=RMSPropSGLD, optimizer_kwargs=sgld(4.0)), ("large step",)
     ),
     "lr too large, AdamSGLD": Scenario(
         lambda: healthy(sampling_method=AdamSGLD, optimizer_kwargs=sgld(0.2)), ("bias",)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from devsample.errors import EvaluateError
 from devsample.flat import squared_norm
 from devsample.probes import Probe
 
@@ -71,7 +72,10 @@ def measure_descent(
     stiffness = nbeta * curvature + pull
     length = min(nbeta / stiffness, longest) if stiffness > 0 else longest
     drop = nbeta * square * length * (1 - length * curvature / 2)
-    seen = nbeta * (probe.loss(center) - probe.loss(center.sub(gradient, alpha=length)))
+    try:
+        seen = nbeta * (probe.loss(center) - probe.loss(center.sub(gradient, alpha=length)))
+    except EvaluateError:  # so far from w* that evaluate refuses
+        seen = math.nan
     drop = max(0.0, min(drop, _TRUSTED * seen)) if math.isfinite(seen) else 0.0
     return Descent(drop, square, error, curvature)
 

@@ -40,6 +40,19 @@ def test_at_the_minimum_there_is_none():
     assert descent(np.zeros(3), batch_size=7)["drop"] < 1e-12
 
 
+def test_a_loss_that_cannot_be_had_along_the_way_is_no_error():
+    """Nothing is claimed of a step that was not seen to gain anything."""
+
+    def near(model, batch):
+        if abs(model.w[0].item() - W[0] - 1) > 0.1:
+            raise ValueError("too far")
+        return model(batch)
+
+    found = descent(np.array([1.0, 0.0, 0.0]), batch_size=50, evaluate=near)
+    assert found["drop"] == 0
+    assert found["square"] == pytest.approx(H[0] ** 2, rel=1e-6)
+
+
 def test_a_mask_leaves_only_what_moves():
     mask = {"w": torch.tensor([True, False, True])}
     offset = np.array([0.3, -5.0, 0.2])
