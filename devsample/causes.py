@@ -160,8 +160,8 @@ def check_small_step(evidence: Evidence) -> Finding | None:
         remedy = f"raise num_draws and num_burnin_steps {format_number(math.ceil(factor))}-fold or more"
     text = (
         f"The chains have hardly left w*: {steps} steps of lr = {format_number(lr)} are "
-        f"{format_number(foldings, 2)} relaxation times of the stiffest direction, whose {law(evidence)} is "
-        f"{format_number(stiffest)}, and the others are slower; {remedy}."
+        f"{format_number(foldings, 2)} relaxation times of the stiffest direction, with lr {law(evidence)} = "
+        f"{format_number(lr * stiffest, 2)}, and the others are slower; {remedy}."
     )
     return Finding("small step", "reject", text)
 
