@@ -172,27 +172,32 @@ class Gathered:
 
 
 class Watch:
-    """Sees that weights can be averaged with. On the CPU at once; elsewhere `check` asks the device."""
+    """Sees that weights can be averaged with.
 
-    def __init__(self) -> None:
+    Args:
+        at_once: look at every step's; else `check` waits for the device, once for all steps before.
+    """
+
+    def __init__(self, *, at_once: bool) -> None:
+        self._at_once = at_once
         self._seen: torch.Tensor | None = None
 
     def __call__(self, gathered: Gathered, *, may_be_empty: bool) -> None:
         """Look at the weights of a step.
 
         Raises:
-            EvaluateError: on the CPU, see `check`.
+            EvaluateError: at once, see `check`.
         """
         weight = gathered.weight
         least = torch.ones_like(weight).min() if may_be_empty else weight.min()
         found = torch.stack([gathered.lowest.min(), least, -weight.max()])
-        if found.device.type == "cpu":
+        if self._at_once:
             _check(found)
         else:
             self._seen = found if self._seen is None else torch.minimum(self._seen, found)
 
     def check(self) -> None:
-        """Check what has been seen so far; waits for the device.
+        """Check what has been seen so far.
 
         Raises:
             EvaluateError: weights that are negative or not finite, or a batch whose weights are all 0.

@@ -17,6 +17,7 @@ from devsample.pace import check_slow, check_spread, fitting_lr, law
 
 RELAXED = 3.0  # e-foldings of the fastest direction within a run that has moved
 LARGE_STEP, LARGEST_STEP = 2.0, 3.0  # ε (nβ h + γ); at 4 steps are unstable
+CACHE_ROUNDING = 4.0  # a baseline from kept losses is a mean that was taken in another way
 MOVE_RESOLUTION = 2.0**-23  # loss differences below this share of the loss are float32 rounding
 MOVED = 0.5  # share of the entries that must differ from w* in the model's own precision
 HALF = ("float16", "bfloat16")
@@ -116,7 +117,8 @@ def check_moves(evidence: Evidence) -> Finding | None:
     """Losses at w and at w* that are equal: the weights do not move."""
     gap = np.abs(evidence.loss - evidence.baseline).max()
     differ = np.ptp(evidence.llc) > 0 or evidence.llc.size == 1
-    if differ and gap > MOVE_RESOLUTION * np.abs(evidence.baseline).max():
+    resolution = MOVE_RESOLUTION * (CACHE_ROUNDING if evidence.settings.get("baseline_cache") else 1.0)
+    if differ and gap > resolution * np.abs(evidence.baseline).max():
         return None
     text = (
         f"Nothing moves: the loss is never more than {format_number(float(gap))} from that at w*, "

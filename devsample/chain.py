@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from devsample.baseline import CenterLosses
 from devsample.checkpoints import Checkpoint, save_checkpoint
 from devsample.data.generators import seed_global_generators
 from devsample.data.loader import ChainLoader
@@ -59,6 +60,7 @@ class Group:
         run: settings.
         prepared: what was decided from the data.
         center: w*, shape (P,).
+        kept: the losses of all samples at w*, from which baselines are taken, if they may be.
         full: the data set as an earlier group has read it, if the sampler needs all of it.
         observables: what to record besides the losses.
         sources: the data of observables.
@@ -79,6 +81,7 @@ class Group:
         center: torch.Tensor,
         *,
         full: FullData | None,
+        kept: CenterLosses | None = None,
         observables: Sequence[Any],
         sources: Sources,
         on_draw: OnDraw | None,
@@ -107,7 +110,8 @@ class Group:
         self._last_flush = self._last_checkpoint = time.monotonic()
         self._separate = loader.order != "iid"
         self._states = self._evaluator(self.position)
-        self.full = full
+        self.full, self._kept = full, kept
+        self._taken: list[list[Sequence[int]]] = []  # items of the batches taken last, row by row
         anchored = getattr(kernel, "control_variate", False)
         self._needs_all = kernel.full_data or anchored
         setting = Setting(
@@ -274,7 +278,11 @@ class Group:
         return losses
 
     def _take_all(self, served: Served, step: int, role: Role) -> list[list[Batch]]:
-        return [take(served, row.chain, step, role) for row in self.rows]
+        self._taken = [[] for _ in self.rows]
+        return [
+            take(served, row.chain, step, role, items)
+            for row, items in zip(self.rows, self._taken, strict=True)
+        ]
 
     def requests(self) -> Iterator[BatchRequest]:
         """Everything that `run` will take, then the probe steps of each chain."""
@@ -365,8 +373,13 @@ class Group:
         target[0] = losses
         if self._run.baseline == "fixed" or (self._run.baseline == "full" and not self.kernel.full_data):
             target[1] = self._prepared.init_loss
+        elif at_center is not None:
+            target[1] = at_center
+        elif self._kept is not None:
+            means = [self._kept.mean(itertools.chain.from_iterable(items)) for items in self._taken]
+            target[1] = torch.tensor(means, dtype=target.dtype, device="cpu")
         else:
-            target[1] = self._states.center_losses(batches, step) if at_center is None else at_center
+            target[1] = self._states.center_losses(batches, step)
         if self._on_draw is not None:
             for number in range(len(self.rows)):
                 self._states.go_to(number)

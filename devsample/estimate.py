@@ -313,6 +313,7 @@ def _settings(plan: Plan, finished: Finished) -> dict[str, Any]:
         "start": run.start,
         "train_mode": run.train_mode,
         "in_training": prepared.in_training,
+        "baseline_cache": prepared.baseline_cache,
         "averaged_by": prepared.averaged_by,
         "weights_dtype": prepared.weights_dtype,
         "autocast_dtype": None if run.autocast_dtype is None else str(run.autocast_dtype),

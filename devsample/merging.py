@@ -32,6 +32,7 @@ FREE = frozenset(
         "observables",
         "until",
     }
+    | {"baseline_cache"}
 )
 LAYOUT = ("threads_per_chain", "chains_per_process")
 SUMS = ("seconds", "device_seconds", "gradients", "forwards")

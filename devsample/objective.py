@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,8 @@ class Objective:
         self.evaluate = evaluate
         self.weighted = weighted
         self.weight: torch.Tensor | None = None
-        self.watch, self._may_be_empty = Watch(), False
+        self.watch, self._may_be_empty = Watch(at_once=flat.device.type == "cpu"), False
+        self.listener: Callable[[Any], None] | None = None  # told what evaluate returned
         self.autocast_dtype = autocast_dtype
         self.touched: set[int] = set()  # positions of parameters that ever got a gradient
         model.train(train_mode)
@@ -178,6 +179,8 @@ class Objective:
 
     def read(self, output: Any) -> torch.Tensor | Sums:
         """What ``evaluate`` returned, as a mean or as sums, always the same of the two."""
+        if self.listener is not None:
+            self.listener(output)
         found = read_output(output)
         weighted = isinstance(found, Sums)
         if self.weighted is None:

@@ -15,8 +15,10 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from devsample.baseline import CenterLosses, Collector, reproduces, same_items
 from devsample.chain import PROBE_STEPS
 from devsample.data.loader import ChainLoader
+from devsample.data.worker import BatchRequest
 from devsample.descent import measure_descent
 from devsample.errors import EvaluateError, InvalidArgumentError
 from devsample.flat import FlatParameters, Masks
@@ -53,8 +55,12 @@ class Setting:
     loader: ChainLoader
 
 
-def prepare(setting: Setting) -> tuple[Prepared, Any]:
-    """Measure at w* and decide; also returns the first batch, for a check against the caller's model.
+def prepare(setting: Setting) -> tuple[Prepared, Any, CenterLosses | None]:
+    """Measure at w* and decide.
+
+    Returns:
+        What was decided; the first batch, for a check against the caller's model; and the losses of all
+        samples at w*, if the baselines of draws are to be taken from them.
 
     Raises:
         EvaluateError: evaluate fails, gives no finite loss, or does not use the model.
@@ -74,8 +80,9 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
     everything.seeded = random_evaluate
     in_training = _in_training(setting.model, random_evaluate)
     everything.needs_grad = _needs_grad(everything, steps[0], setting.key)
+    collector = _collector(setting, count, random_evaluate, in_training)
     init_loss, init_loss_se, gradient = _center_loss(
-        everything, served, setting, loader.reads_all(count), few=few
+        everything, served, setting, loader.reads_all(count), collector, few=few
     )
     everything.reset_buffers()
     touched = [name for number, name in enumerate(everything.flat.names()) if number in everything.touched]
@@ -96,6 +103,16 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
     not_stackable = ""
     if run.group_size > 1:
         not_stackable = why_not_stackable(objective, center, steps, setting.key)
+    kept = _kept_losses(
+        setting,
+        collector,
+        objective,
+        center,
+        steps,
+        probes,
+        decided,
+        together=run.group_size > 1 and not not_stackable,
+    )
     objective.flat.point_to(center)  # chains of this process start from the same model as elsewhere
     objective.reset_buffers()
     prepared = Prepared(
@@ -112,11 +129,58 @@ def prepare(setting: Setting) -> tuple[Prepared, Any]:
         not_stackable=not_stackable,
         in_training=in_training,
         averaged_by="weight" if objective.weighted else "sample",
+        baseline_cache=kept is not None,
         weights_dtype=", ".join(sorted({str(one.parameter.dtype)[6:] for one in objective.flat.segments})),
         descent=dataclasses.asdict(descent),
         **decided,
     )
-    return prepared, steps[0][0][1]
+    return prepared, steps[0][0][1], kept
+
+
+def _collector(
+    setting: Setting, count: int, random_evaluate: bool, in_training: tuple[str, ...]
+) -> Collector | None:
+    """What keeps the samples' losses at w* while L_n(w*) is read, if they could be baselines."""
+    run, loader = setting.run, setting.loader
+    if run.baseline != "paired" or run.init_loss is not None or random_evaluate or in_training:
+        return None
+    return Collector(count) if loader.has_samples() and loader.reads_all(count) else None
+
+
+def _kept_losses(
+    setting: Setting,
+    collector: Collector | None,
+    objective: Objective,
+    center: torch.Tensor,
+    steps: Sequence[Sequence[Batch]],
+    requests: Sequence[BatchRequest],
+    decided: dict[str, Any],
+    *,
+    together: bool,
+) -> CenterLosses | None:
+    """The samples' losses at w*, if draws need them, and if they are those of any batch at any step."""
+    kept = None if collector is None else collector.result()
+    if collector is None or kept is None:
+        return None
+    chosen = {name: decided[name] for name in ("lr", "nbeta", "localization")}
+    kernel = setting.sampler.kernel(**chosen)
+    if kernel.full_data or getattr(kernel, "control_variate", False):  # they have the loss at w* anyway
+        return None
+    again = setting.loader.serve(setting.loader.for_other_steps(requests))
+    if not same_items(steps, again):
+        return None
+    same = reproduces(
+        kept,
+        collector.dtype,
+        objective,
+        center,
+        steps,
+        requests,
+        chosen["nbeta"],
+        setting.key,
+        together=together,
+    )
+    return kept if same else None
 
 
 def _objective(setting: Setting, masks: Masks) -> Objective:
@@ -190,7 +254,13 @@ def _check_loss(objective: Objective, batches: Sequence[Batch], key: ChainKey, t
 
 
 def _center_loss(
-    objective: Objective, served: Any, setting: Setting, everything: bool, *, few: bool
+    objective: Objective,
+    served: Any,
+    setting: Setting,
+    everything: bool,
+    collector: Collector | None,
+    *,
+    few: bool,
 ) -> tuple[float, float | None, torch.Tensor | None]:
     """L_n(w*) averaged by sample or weight, its standard error, and ∇L_n(w*) if all data are ``few`` batches.
 
@@ -202,6 +272,7 @@ def _center_loss(
     counts: list[float] = []
     losses = []
     scratch = torch.zeros(objective.flat.size, dtype=objective.flat.dtype, device=objective.flat.device)
+    objective.listener = collector
     total = torch.zeros_like(scratch) if everything and few else None
     for number, (request, data) in enumerate(served, 1):
         if number > _FEW_BATCHES:
@@ -211,12 +282,15 @@ def _center_loss(
                 loss = objective.loss_and_gradient(scratch, [(1, data)], setting.key, request.step)
             else:
                 loss = objective.loss([(1, data)], setting.key, request.step)
+        if collector is not None:
+            collector.take(request.indices)
         count = len(request.indices) if objective.weight is None else float(objective.weight)
         if count > 0:  # a batch may be without weight
             counts.append(count)
             losses.append(float(loss))
             if total is not None:
                 total.add_(scratch, alpha=count)
+    objective.listener = None
     objective.watch.check()
     weights, values = np.asarray(counts, dtype=float) / sum(counts), np.asarray(losses)
     mean = float(weights @ values)

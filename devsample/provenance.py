@@ -127,7 +127,8 @@ def _cost(plan: Plan, finished: Finished) -> tuple[Mapping[str, int], int | None
         return {"gradients": steps * kernel.num_gradients, "forwards": 0}, prepared.num_samples
     control = bool(getattr(kernel, "control_variate", False))
     separate = prepared.sampling != "iid"  # the loss is then read on a batch of its own
-    per_draw = int(run.baseline == "paired" and (separate or not control)) + int(separate)
+    paired = run.baseline == "paired" and not prepared.baseline_cache
+    per_draw = int(paired and (separate or not control)) + int(separate)
     return {
         "gradients": (steps * (2 if control else 1) + again * (5 if control else 3)) * run.grad_accum_steps,
         "forwards": draws * run.grad_accum_steps * per_draw,

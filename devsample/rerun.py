@@ -172,7 +172,7 @@ def measure(group: Group, served: Served, steps: int, nbeta: float) -> list[tupl
     found = torch.zeros((steps, len(rows)), dtype=exact, device=start.device)
 
     def batches(step: int) -> list[list[Any]]:
-        return [take(served, row.chain, step, Role.RERUN_ORDER) for row in rows]
+        return [take(served, row.chain, step, Role.RERUN_ORDER, []) for row in rows]
 
     for number in range(steps):
         found[number] = pair.step(number, batches(2 * number), batches(2 * number + 1))

@@ -19,6 +19,7 @@ import torch
 
 from devsample import ambient, errors
 from devsample.arguments import Plan
+from devsample.baseline import FILE as CENTER_FILE
 from devsample.callbacks import merge_state
 from devsample.caller import check_center_loss
 from devsample.chain import RECORD
@@ -45,7 +46,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-_INPUTS = ("weights.safetensors", "data.safetensors", "payload.bin", "prepared.json", "manifest.json")
+_INPUTS = (
+    "weights.safetensors",
+    "data.safetensors",
+    "payload.bin",
+    "prepared.json",
+    "manifest.json",
+    CENTER_FILE,
+)
 
 
 @dataclass

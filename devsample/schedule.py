@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,12 +63,13 @@ class Schedule:
         return self.burnin + (draws + 1) * self.between - 1
 
 
-def take(served: Served, chain: int, step: int, role: Role) -> list[Batch]:
-    """The micro-batches of one step, which are the next in line."""
+def take(served: Served, chain: int, step: int, role: Role, items: list[Sequence[int]]) -> list[Batch]:
+    """The micro-batches of one step, which are the next in line; their items go to ``items``."""
     batches: list[Batch] = []
     for request, data in served:
         assert (request.chain, request.step, request.role) == (chain, step, role), request
         batches.append((len(request.indices), data))
+        items.append(request.indices)
         if request.last:
             return batches
     raise AssertionError("the loader ended before the chain")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from devsample import ambient, rerun
+from devsample.baseline import CenterLosses
 from devsample.callbacks import Caller, dump_state
 from devsample.chain import PROBE_STEPS, Group
 from devsample.checkpoints import Checkpoint, load_checkpoint, write_json
@@ -114,9 +115,11 @@ class Session:
             self._keys[0],
             self._loader,
         )
-        prepared, batch = prepare(setting)
+        prepared, batch, kept = prepare(setting)
         stepbias.check_sampling(parts.observables, prepared.sampling)
         prepared = self._observe_center(prepared, batch)
+        if kept is not None:
+            kept.save(self._job.run_dir)
         write_json(self._job.run_dir / "prepared.json", prepared.to_dict())
         return Outcome(task, prepared=prepared.to_dict() | {"check_batch": _batch_bytes(batch)})
 
@@ -212,6 +215,7 @@ class Session:
             prepared,
             objective.flat.read(),
             full=self._full,
+            kept=CenterLosses.load(self._job.run_dir) if prepared.baseline_cache else None,
             observables=parts.observables,
             sources=self._sources,
             on_draw=Caller(callbacks) if callbacks else None,

@@ -151,6 +151,7 @@ class Prepared:
         in_training: kinds of modules that were in training mode when ``evaluate`` ran and make the loss
             depend on more than the weights and the sample: "dropout", "batch norm".
         averaged_by: "sample", or "weight" if ``evaluate`` returns weights: Σ w ℓ / Σ w.
+        baseline_cache: whether baselines are taken from the losses of all samples at w*, see `baseline`.
         weights_dtype: the dtypes of the moving parameters, such as "float32".
         descent: what a step of steepest descent from w* does, as `devsample.descent.Descent` has it.
         observed: what is known of the observables at w*, by name.
@@ -178,6 +179,7 @@ class Prepared:
     not_stackable: str = ""
     in_training: tuple[str, ...] = ()
     averaged_by: str = "sample"
+    baseline_cache: bool = False
     weights_dtype: str = "float32"
     descent: dict[str, float] = field(default_factory=dict)
     observed: dict[str, dict[str, Any]] = field(default_factory=dict)

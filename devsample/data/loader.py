@@ -45,6 +45,7 @@ _LOST_WORKER = (RuntimeError, OSError, EOFError)
 _POLL_SECONDS = 1.0  # how long a dead worker may go unnoticed
 _ROOM_SECONDS = 10.0  # how long workers that do not fit into /dev/shm wait for room
 _LARGEST_LEAD = 2048  # samples; see ChainLoader._lead
+_NO_STEP = 1 << 40  # added to a step's number; see ChainLoader.for_other_steps
 
 
 class ChainLoader:
@@ -135,6 +136,26 @@ class ChainLoader:
         pieces = [indices[start : start + size] for start in range(0, len(indices), size)]
         return [
             self._request(0, step, 0, Role.FULL_ORDER, piece, last=True) for step, piece in enumerate(pieces)
+        ]
+
+    def has_samples(self) -> bool:
+        """Whether an index is a sample, drawn independently: a step's samples are known by number."""
+        one_each = self.num_samples == self._num_items and self.spec.batch_size is not None
+        return self.order == "iid" and one_each
+
+    def for_other_steps(self, requests: Sequence[BatchRequest]) -> list[BatchRequest]:
+        """The same items, to be read as at steps that a run does not come to."""
+        return [
+            self._request(
+                one.chain,
+                _NO_STEP + one.step,
+                one.micro,
+                Role(one.role),
+                list(one.indices),
+                last=one.last,
+                epoch=one.epoch + 1 if self._wants_epoch else 0,
+            )
+            for one in requests
         ]
 
     def serve(self, requests: Iterable[BatchRequest]) -> Iterator[tuple[BatchRequest, Any]]:

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from devsample import HMC, LLCResult, LoaderSpec, estimate_learning_coeff_with_summary
+from devsample.averages import Watch
 from devsample.errors import AllChainsFailedError, EvaluateError
 from devsample.flat import FlatParameters
 from devsample.losses import find_losses, read_loss
@@ -225,6 +226,23 @@ def test_a_micro_batch_without_weight_counts_nothing() -> None:
         objective.loss([nothing], KEYS[0], 0)
 
 
+@pytest.mark.parametrize(
+    ("mask", "message"), [(0.0, "all 0 for a batch"), (-1.0, "with the value -1"), (math.nan, "value nan")]
+)
+def test_where_looking_waits_for_the_device_weights_are_looked_at_later(mask: float, message: str) -> None:
+    objective, position = objective_for(by_mask, DOUBLE)
+    objective.watch = Watch(at_once=False)
+    objective.flat.point_to(position[0])
+    (good,) = cut(sequences(), [N])
+    bad = (N, [*good[1][:2], good[1][2] * mask])
+    objective.loss([good], KEYS[0], 0)
+    objective.watch.check()
+    objective.loss([bad], KEYS[0], 1)
+    objective.loss([good], KEYS[0], 2)
+    with pytest.raises(EvaluateError, match=message):
+        objective.watch.check()
+
+
 def test_chains_with_weights_can_be_stacked() -> None:
     objective, position = objective_for(by_mask, DOUBLE)
     data = sequences()
@@ -288,7 +306,7 @@ def test_a_run_is_averaged_by_token(evaluate: Any, layout: dict[str, Any]) -> No
     for step, baseline in zip(draws["step"], draws["baseline"], strict=True):
         indices = blocks(step)
         assert baseline == pytest.approx(mean_at_center(indices), rel=1e-12)
-    assert draws["loss"].iloc[0] == draws["baseline"].iloc[0] or layout
+    assert draws["loss"].iloc[0] == pytest.approx(draws["baseline"].iloc[0], rel=1e-12)
     first = draws["full_loss"].iloc[0]
     assert first == pytest.approx(mean_at_center(), rel=1e-12)
     assert draws["full_loss"].iloc[-1] != first

@@ -105,7 +105,7 @@ def test_nothing_of_the_draws_changes(sampling: str) -> None:
     names = ["loss", "baseline", "llc"]
     everything = ["second_batch", "mala_acceptance", "full_loss", "virial", SampleLosses(num_samples=5),
                   ("twice", lambda model, batch: 2.0)]  # fmt: skip
-    plain = estimate(**settings)
+    plain = estimate(**settings, evaluate=per_sample)
     seen = estimate(**settings, evaluate=per_sample, observables=everything)
     np.testing.assert_array_equal(seen.draws[names], plain.draws[names])
     assert list(seen.draws.columns[6:]) == [
