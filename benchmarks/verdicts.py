@@ -173,7 +173,8 @@ def healthy(**changes: Any) -> dict[str, Any]:
         "num_chains": 4,
         "num_draws": 400,
         "num_burnin_steps": 400,
-        "num_steps_bw_draws": 2,
+        "num_steps_bw_draws": 4,
+        "chains_per_process": 4,
         "verbose": False,
     }
     return settings | changes
@@ -232,9 +233,9 @@ SCENARIOS: dict[str, Scenario] = {
     "healthy, AdamSGLD": Scenario(
         lambda: healthy(
             sampling_method=AdamSGLD,
-            optimizer_kwargs=sgld(0.004),
+            optimizer_kwargs=sgld(0.03, momentum=0.5),
             num_steps_bw_draws=10,
-            num_burnin_steps=4000,
+            num_burnin_steps=1000,
         )
     ),
     "healthy, SGNHT": Scenario(lambda: healthy(sampling_method=SGNHT, optimizer_kwargs=sgld(0.02))),
@@ -259,13 +260,19 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "a chain turns NaN": Scenario(
         lambda: healthy(
-            evaluate=Interrupted(2000, 2001, math.nan), optimizer_kwargs=sgld(0.2, localization=0.1)
+            evaluate=Interrupted(2000, 2001, math.nan),
+            optimizer_kwargs=sgld(0.2, localization=0.1),
+            num_steps_bw_draws=2,
+            chains_per_process=1,
         ),
         ("lost",),
     ),
     "a chain diverges": Scenario(
         lambda: healthy(
-            evaluate=Interrupted(2000, 2040, -1e3), optimizer_kwargs=sgld(0.2, localization=1e-4)
+            evaluate=Interrupted(2000, 2040, -1e3),
+            optimizer_kwargs=sgld(0.2, localization=1e-4),
+            num_steps_bw_draws=2,
+            chains_per_process=1,
         ),
         ("lost",),
     ),
@@ -319,7 +326,12 @@ SCENARIOS: dict[str, Scenario] = {
     "lr too small": Scenario(lambda: healthy(optimizer_kwargs=sgld(1e-4)), ("small step",)),
     "shared batches": Scenario(
         lambda: healthy(
-            loader_spec=LoaderSpec(OwnOrder(), batch_size=64), executor="processes", cores=4, num_draws=200
+            loader_spec=LoaderSpec(OwnOrder(), batch_size=64),
+            executor="processes",
+            cores=4,
+            num_draws=200,
+            num_steps_bw_draws=2,
+            chains_per_process=1,
         ),
         ("shared batches",),
     ),
@@ -342,7 +354,10 @@ SCENARIOS: dict[str, Scenario] = {
         ("low precision",),
     ),
     "epoch order": Scenario(
-        lambda: healthy(loader_spec=LoaderSpec(OwnOrder(), batch_size=64)), ("epoch order",)
+        lambda: healthy(
+            loader_spec=LoaderSpec(OwnOrder(), batch_size=64), num_steps_bw_draws=2, chains_per_process=1
+        ),
+        ("epoch order",),
     ),
 }
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from devsample.diagnostics import Draws
-from devsample.evidence import Evidence, Finding, format_number, percent, stiffness
+from devsample.evidence import Evidence, Finding, descent_of, format_number, percent, stiffness
 from devsample.pace import check_slow, check_spread, fitting_lr, law
 
 RELAXED = 3.0  # e-foldings of the fastest direction within a run that has moved
@@ -131,7 +131,7 @@ def check_moves(evidence: Evidence) -> Finding | None:
 
 def check_minimum(evidence: Evidence) -> Finding | None:
     """A w* from which plain descent finds a much lower loss: chains do so, too."""
-    descent = evidence.settings.get("descent") or {}
+    descent = descent_of(evidence.settings)
     drop = float(descent.get("drop", 0.0))
     share = drop / max(evidence.estimate.mean + drop, 1.0)
     if share <= DESCENT_CAUTION or descent["square"] < DESCENT_Z * descent["error"]:

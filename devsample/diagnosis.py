@@ -14,7 +14,7 @@ import numpy as np
 
 from devsample.autocorrelation import Spread, autocorrelation_time, chain_spread
 from devsample.diagnostics import Description, Draws, align, describe, drift, virial_is_off
-from devsample.evidence import format_number
+from devsample.evidence import descent_of, format_number
 from devsample.settling import BurninAdvice, burnin_advice
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ def step_bias(result: LLCResult) -> Measured:
 
 
 def _descent(settings: Mapping[str, Any]) -> Measured:
-    found = settings.get("descent")
+    found = descent_of(settings)
     if not found:
         return _no("not measured")
     relative = found["error"] / found["square"] if found["square"] > 0 else 0.0

@@ -10,7 +10,16 @@ from typing import Any, Literal, TypeAlias
 from devsample.diagnostics import Description, Draws, PredictedBias
 from devsample.measured import MeasuredBias
 
-__all__ = ["PRECONDITIONED", "Evidence", "Finding", "LostChain", "format_number", "percent", "stiffness"]
+__all__ = [
+    "PRECONDITIONED",
+    "Evidence",
+    "Finding",
+    "LostChain",
+    "descent_of",
+    "format_number",
+    "percent",
+    "stiffness",
+]
 
 STEPPING = ("SGLD", "SGHMC", "SGNHT")  # whose relaxation follows from lr (nβ h + γ)
 PRECONDITIONED = ("RMSPropSGLD", "AdamSGLD")  # and with the scale G of their entries, from lr G (nβ h + γ)
@@ -86,6 +95,14 @@ def stiffness(evidence: Evidence) -> float | None:
     if sampler in PRECONDITIONED:
         return float(settings["nbeta"]) * curvature
     return float(settings["nbeta"]) * curvature + float(settings.get("localization", 0.0))
+
+
+def descent_of(settings: Mapping[str, Any]) -> Mapping[str, float]:
+    """What one step of descent from w* gains, see `devsample.descent.Descent`; of merged runs, the first."""
+    found = settings.get("descent") or {}
+    if isinstance(found, Mapping):
+        return found
+    return next((one for one in found if one), {})
 
 
 def format_number(value: float, digits: int = 3) -> str:

@@ -17,6 +17,8 @@ FITTING_STEP = 0.3  # ε (nβ h + γ)
 ROOM = 4.0  # how many times larger lr could be, for it to be called small
 VIRIAL_HIGH = 1.3  # beyond which the estimate is far off, too
 GROWTH_Z, GROWTH = 4.0, 0.1  # of the distance from w*, second half against first
+DRIFT_Z = 3.0  # a healthy run exceeds it by chance about once in 300
+SHORT_BURNIN = 0.1  # of the steps between the draws
 OTHER_QUANTITY = "localization, which is part of what is estimated"
 
 
@@ -37,7 +39,7 @@ def check_slow(evidence: Evidence) -> Finding | None:
     if stiffest is None:
         return None
     lr, fit = float(evidence.settings["lr"]), fitting_lr(evidence, stiffest)
-    if lr * ROOM > fit:
+    if lr * ROOM > fit or _starts_at_once(evidence):
         return None
     symptoms = []
     if len(evidence.llc) > 1 and estimate.num_draws >= RHAT_DRAWS and estimate.rhat > RHAT_CAUTION:
@@ -55,6 +57,13 @@ def check_slow(evidence: Evidence) -> Finding | None:
         f"{format_number(fit, 2)}."
     )
     return Finding("small step", "caution", text)
+
+
+def _starts_at_once(evidence: Evidence) -> bool:
+    """Whether draws drift for want of burn-in: whatever lr is, that is the first thing to mend."""
+    burnin = int(evidence.settings.get("num_burnin_steps", 0))
+    steps = evidence.estimate.num_draws * int(evidence.settings.get("num_steps_bw_draws", 1))
+    return burnin < SHORT_BURNIN * steps and abs(drift(evidence.llc)[1]) > DRIFT_Z
 
 
 def check_spread(evidence: Evidence) -> Finding | None:

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 from devsample.causes import CAUSES
 from devsample.diagnostics import BIAS_CAUTION, MIN_DRAWS, drift
 from devsample.evidence import Evidence, Finding, LostChain, format_number, percent
-from devsample.pace import ESS_CAUTION, OTHER_QUANTITY, RHAT_CAUTION, RHAT_DRAWS, check_overspread
+from devsample.pace import DRIFT_Z, ESS_CAUTION, OTHER_QUANTITY, RHAT_CAUTION, RHAT_DRAWS, check_overspread
 
 __all__ = ["Evidence", "Finding", "LostChain", "Verdict", "examine", "format_number", "verdict_of"]
 
@@ -21,7 +21,6 @@ Verdict: TypeAlias = Literal["trust", "caution", "reject"]
 
 DIMENSION_CAUTION, DIMENSION_REJECT = 1.05, 1.5  # estimate relative to half the moving entries
 NEGATIVE_Z = 2.0  # standard errors below zero: no healthy run comes near it
-DRIFT_Z = 3.0  # a healthy run exceeds it by chance about once in 300
 DRIFT_REJECT = 0.25  # drift between the halves relative to the estimate
 RHAT_REJECT = 1.2
 ESS_REJECT = 10.0
