@@ -103,7 +103,7 @@ def test_spread_curvatures_at_the_largest_step_are_exact(name, values):
 
 def test_one_parameter_has_a_thermostat_too():
     chains = Chains(SGNHTKernel(lr=1.0, nbeta=NBETA), torch.ones(1, dtype=torch.float64), rows=8000)
-    chains.advance(200)
+    chains.advance(2000)  # it answers within A·Q = 200
     check(chains.squares(200, 5), 1.0, most=0.0025)
 
 
@@ -218,6 +218,22 @@ def test_a_thermostat_takes_up_even_noise_of_the_gradient(size):
     assert abs(float(values.mean()) - 1) < 0.008  # second order in ε is left
     thermostat = float(chains.buffers["thermostat"].mean())
     assert thermostat == pytest.approx(0.2 + 0.1 / 2, rel=0.1)  # A and half the variance of a kick
+
+
+@pytest.mark.slow
+def test_a_thermostat_of_two_entries_leaves_their_tails_alone():
+    """E (a w₁²)² (a w₂²)² = 9; with swings of the friction as large as itself it is 1.6 % more."""
+    deviations = []
+    for mass in (None, 50.0):
+        kernel = SGNHTKernel(lr=0.25, nbeta=NBETA, thermal_mass=mass)
+        chains = Chains(kernel, torch.ones(2, dtype=torch.float64), rows=20_000)
+        chains.advance(600)
+        products = chains.squares(700, 5).prod(2).square().mean(0) / 9
+        deviations.append((float(products.mean() - 1), float(products.std() / math.sqrt(20_000))))
+    (right, error), (wrong, other) = deviations
+    assert max(error, other) < 0.005
+    assert abs(right) < 4 * error
+    assert wrong > 4 * other
 
 
 def test_a_thermostat_corrects_injected_noise_of_the_wrong_size():
