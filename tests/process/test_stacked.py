@@ -318,7 +318,12 @@ class FailsLater(LooksLater):
 
 def test_an_error_of_evaluate_is_named() -> None:
     with pytest.raises(AllChainsFailedError, match="EvaluateError: evaluate raised ValueError: enough"):
-        estimate(**(CLASSIFIER | {"evaluate": FailsLater(40), "num_chains": 3, "chains_per_process": 3}))
+        estimate(
+            **(
+                CLASSIFIER
+                | {"evaluate": FailsLater(80), "num_chains": 3, "num_draws": 100, "chains_per_process": 3}
+            )
+        )
 
 
 class CountsAtEveryCall(torch.nn.Module):
