@@ -250,12 +250,12 @@ def value_in_a_fresh_process(cores: int, workers: int) -> str:
 
 
 def test_a_float_is_the_same_in_fresh_processes_of_any_layout() -> None:
-    values = [value_in_a_fresh_process(*layout) for layout in ((1, 0), (1, 0), (2, 1))]
-    assert values == [values[0]] * 3
+    values = [value_in_a_fresh_process(*layout) for layout in ((1, 0), (2, 1))]
+    assert values[0] == values[1]
     assert float.fromhex(values[0]) != 0
 
 
 @pytest.mark.slow
 def test_a_float_is_the_same_in_more_layouts() -> None:
-    layouts = ((1, 0), (2, 0), (3, 2), (1, 2))
+    layouts = ((1, 0), (1, 0), (2, 0), (3, 2), (1, 2))
     assert len({value_in_a_fresh_process(*layout) for layout in layouts}) == 1

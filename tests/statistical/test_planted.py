@@ -5,7 +5,12 @@ import pytest
 from benchmarks.verdicts import SCENARIOS, outcome, run
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+LONG = ("healthy, AdamSGLD", "healthy, SGHMC, settings chosen", "healthy, SGNHT", "healthy, observed")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.slow if one in LONG else ()) for one in SCENARIOS]
+)
 def test_the_first_reason_names_the_fault(name):
     result = run(name, seed=1000)
     right, kind = outcome(name, result)
