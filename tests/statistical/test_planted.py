@@ -4,7 +4,6 @@ import pytest
 
 from benchmarks.verdicts import SCENARIOS, outcome, run
 
-
 LONG = ("healthy, AdamSGLD", "healthy, SGHMC, settings chosen", "healthy, SGNHT", "healthy, observed")
 
 
