@@ -12,7 +12,7 @@ from devsample.samplers.langevin import LangevinKernel
 from devsample.samplers.optimizer import Sampler
 
 _PIECE = 1 << 14
-_LEAST_MASS, _SWINGS = 100.0, 20.0  # √20 = 4.5 standard deviations of ξ are A
+_LEAST_MASS, _SWINGS = 100.0, 100.0  # √100 standard deviations of ξ are A
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class SGNHT(Sampler):
         friction: A > 0, the friction of exact gradients, which sets the size of the noise.
         thermal_mass: Q > 0; the thermostat answers within about A·Q steps. Its own swings disturb the law if
             they are not small against A: at P = 2, A = 0.1 and Q = 100 the expectation of
-            :math:`w_1^4 w_2^4` is 1.6 % too large. None: 20/(A²P), 100 at least.
+            :math:`w_1^4 w_2^4` is 1.6 % too large. None: 100/(A²P), 100 at least.
         lr, nbeta, localization, weight_decay, bounding_box_size, bounding_box: as in `SGLD`.
         noise_level: σ ≥ 0 sets temperature σ² for noise and thermostat; 1 is right.
         generator, masks: see `Sampler`.
