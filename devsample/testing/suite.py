@@ -132,7 +132,8 @@ def plan(case: Case, sampler: str | type[Sampler], **options: Any) -> Plan:
 
     * :math:`ε G a ≤ 0.4` for the rows from which nine tenths of L come, and ≤ 1 for all: a is the largest
       precision nβ h + γ where a row of the pilot is, G the largest factor by which the sampler scales a
-      step. Beyond, steps are biased where the loss is not quadratic. A sampler whose steps have a
+      step. Beyond, steps are biased where the loss is not quadratic; with momentum twice as much, so half
+      of 0.4 for those. A sampler whose steps have a
       first-order bias takes at most the ε at which the law :math:`b\,ε/8\;nβ\,E\,\mathrm{tr}\,∇^2 L` is
       0.2 % of the value. MALA: ≤ 1 for all, since it neither enters nor leaves a region in which it is
       unstable. HMC takes the step sizes of `devsample.testing.driver.rungs` in turn, at random.
@@ -150,7 +151,8 @@ def plan(case: Case, sampler: str | type[Sampler], **options: Any) -> Plan:
     slowest = _slowest(case, found)
     given = {"nbeta": case.nbeta, "localization": case.gamma, "bounding_box_size": case.box} | options
     trial = kind.kernel(lr=1.0, **given)
-    lr = min(STEP / found.typical, LARGEST_STEP / found.largest) / trial.scale
+    typical = STEP if trial.speed == 1 else STEP / 2
+    lr = min(typical / found.typical, LARGEST_STEP / found.largest) / trial.scale
     draws = 1 / (max(_size(case), 0.05) * TARGET_SE**2)
     if trial.full_data:
         rows = max(_FEWEST_ROWS, int(min(len(found.position), draws / 4)))

@@ -90,7 +90,7 @@ SMALL = {"three layers": ((20, 16, 20, 16), 4, 30.0), "two layers": ((24, 16, 40
 @functools.cache
 def small(network, name):
     widths, rank, gamma = SMALL[network]
-    size, lengths = DeepLinear(widths, rank).num_parameters, {"HMC": (15, 60, 1), "SGHMC": (2000, 60, 25)}
+    size, lengths = DeepLinear(widths, rank).num_parameters, {"HMC": (15, 200, 1), "SGHMC": (2000, 60, 25)}
     assert 950 < size < 1050
     burnin, draws, between = lengths.get(name, (20_000, 150, 100))
     return sampled(
