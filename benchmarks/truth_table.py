@@ -1,6 +1,6 @@
 """The table of docs/truth-table.md, from what `devsample truths --out STEM` wrote.
 
-    python docs/examples/truth_table.py STEM.json [LATER.json ...]
+    python benchmarks/truth_table.py STEM.json [LATER.json ...]
 
 Of a sampler on a case: how far the value found is from the exact one, and the gradients it took; "–" and
 the prediction where the rule does not ask for a run. Rows of later files replace those of earlier ones.
