@@ -201,10 +201,10 @@ class Scenario:
 NETWORK_OPTIONS = {"localization": 10.0, "nbeta": NBETA}
 
 
-def network() -> dict[str, Any]:
-    """The trained network and its data."""
+def network(model: torch.nn.Module | None = None) -> dict[str, Any]:
+    """The trained network, or another one, and its data."""
     return {
-        "model": fit_tanh(),
+        "model": model or fit_tanh(),
         "evaluate": net_square,
         "loader_spec": LoaderSpec(TANH, batch_size=64),
     }
@@ -252,10 +252,8 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "healthy, network": Scenario(
         lambda: healthy(
-            model=fit_tanh(),
-            evaluate=net_square,
-            loader_spec=LoaderSpec(TANH, batch_size=64),
-            optimizer_kwargs={"lr": 2e-3, "localization": 10.0, "nbeta": NBETA},
+            **network(),
+            optimizer_kwargs={"lr": 2e-3, **NETWORK_OPTIONS},
         )
     ),
     "a chain turns NaN": Scenario(
@@ -290,10 +288,8 @@ SCENARIOS: dict[str, Scenario] = {
     "not a minimum": Scenario(lambda: healthy(model=linear(0.5)), ("no minimum",)),
     "half-trained": Scenario(
         lambda: healthy(
-            model=half_trained(),
-            evaluate=net_square,
-            loader_spec=LoaderSpec(TANH, batch_size=64),
-            optimizer_kwargs={"lr": 2e-3, "localization": 10.0, "nbeta": NBETA},
+            **network(half_trained()),
+            optimizer_kwargs={"lr": 2e-3, **NETWORK_OPTIONS},
         ),
         ("no minimum",),
     ),
@@ -337,10 +333,8 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "dropout in training mode": Scenario(
         lambda: healthy(
-            model=fit_tanh(0.2),
-            evaluate=net_square,
-            loader_spec=LoaderSpec(TANH, batch_size=64),
-            optimizer_kwargs={"lr": 2e-3, "localization": 10.0, "nbeta": NBETA},
+            **network(fit_tanh(0.2)),
+            optimizer_kwargs={"lr": 2e-3, **NETWORK_OPTIONS},
             train_mode=True,
         ),
         ("training mode",),

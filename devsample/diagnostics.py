@@ -32,6 +32,7 @@ Draws: TypeAlias = NDArray[np.float64]
 
 CHAINS_DIFFER = 0.1  # chance of the chain means' spread below which it gives the error bar
 MIN_DRAWS = 4  # arviz-stats' least length for an autocorrelation
+DRIFT_Z = 3.0  # standard errors between the halves; a healthy run exceeds it by chance about once in 300
 VIRIAL_Z, VIRIAL_CLOSE = 4.0, (0.8, 1.1)  # standard errors from 1, and what is near enough
 BIAS_CAUTION = 0.05  # predicted bias relative to the estimate that is still fine
 

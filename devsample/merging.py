@@ -24,6 +24,7 @@ FREE = frozenset(
     | {
         "run_dir",
         "seconds",
+        "baseline_cache",
         "curvature",
         "descent",
         "auto",
@@ -32,7 +33,6 @@ FREE = frozenset(
         "observables",
         "until",
     }
-    | {"baseline_cache"}
 )
 LAYOUT = ("threads_per_chain", "chains_per_process")
 SUMS = ("seconds", "device_seconds", "gradients", "forwards")

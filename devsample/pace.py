@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from devsample.diagnostics import Description, describe, drift, virial_is_off
+from devsample.diagnostics import DRIFT_Z, Description, describe, drift, virial_is_off
 from devsample.evidence import PRECONDITIONED, Evidence, Finding, format_number, percent, stiffness
 
 RHAT_DRAWS = 40
@@ -17,9 +17,8 @@ FITTING_STEP = 0.3  # ε (nβ h + γ)
 ROOM = 4.0  # how many times larger lr could be, for it to be called small
 VIRIAL_HIGH = 1.3  # beyond which the estimate is far off, too
 GROWTH_Z, GROWTH = 4.0, 0.1  # of the distance from w*, second half against first
-DRIFT_Z = 3.0  # a healthy run exceeds it by chance about once in 300
 SHORT_BURNIN = 0.1  # of the steps between the draws
-OTHER_QUANTITY = "localization, which is part of what is estimated"
+MORE_LOCALIZATION = "localization, which is part of what is estimated"
 
 
 def fitting_lr(evidence: Evidence, stiffest: float) -> float:

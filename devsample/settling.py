@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from devsample.autocorrelation import autocorrelation_time
-from devsample.diagnostics import Draws, drift
+from devsample.diagnostics import DRIFT_Z, Draws, drift
 
 __all__ = ["BurninAdvice", "burnin_advice"]
 
@@ -28,7 +28,6 @@ CHANCE = 3e-4  # that noise alone gives A; small, since the fit has its pick of 
 KEPT = 0.25  # least share of the draws that must be left to see that the trace is level
 MIN_KEPT = 8  # and their least number, that of `drift`
 MIN_TIMES = 10.0  # autocorrelation times in each chain, below which no level can be told from a wave
-DRIFT_Z = 3.0  # in standard errors, between the halves of what is kept
 ROUNDS = 4  # time constants that are looked for one after the other
 TIMES_PER_FACTOR_OF_TEN = 24  # values of τ that are tried
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from devsample.causes import CAUSES
-from devsample.diagnostics import BIAS_CAUTION, MIN_DRAWS, drift
+from devsample.diagnostics import BIAS_CAUTION, DRIFT_Z, MIN_DRAWS, drift
 from devsample.evidence import Evidence, Finding, LostChain, format_number, percent
-from devsample.pace import DRIFT_Z, ESS_CAUTION, OTHER_QUANTITY, RHAT_CAUTION, RHAT_DRAWS, check_overspread
+from devsample.pace import ESS_CAUTION, MORE_LOCALIZATION, RHAT_CAUTION, RHAT_DRAWS, check_overspread
 
 __all__ = ["Evidence", "Finding", "LostChain", "Verdict", "examine", "format_number", "verdict_of"]
 
@@ -64,7 +64,7 @@ def check_negative(evidence: Evidence) -> Finding | None:
     text = (
         f"The estimate is negative ({format_number(mean)}, {distance} below 0): the chains find "
         "lower loss than at w*, so w* is no minimum of this loss; train w* to convergence, or "
-        f"give evaluate and data as they were in training, or raise {OTHER_QUANTITY}."
+        f"give evaluate and data as they were in training, or raise {MORE_LOCALIZATION}."
     )
     return Finding("negative", "reject", text)
 
@@ -79,7 +79,7 @@ def check_dimension(evidence: Evidence) -> Finding | None:
     text = (
         f"The estimate {format_number(mean)} is above {format_number(limit)}, half the number of "
         "moving parameters, which no minimum gives: the chains have left the neighbourhood of w*, or "
-        f"the step is too large; lower lr, or raise {OTHER_QUANTITY}."
+        f"the step is too large; lower lr, or raise {MORE_LOCALIZATION}."
     )
     return Finding("dimension", "reject" if low > DIMENSION_REJECT * limit else "caution", text)
 
@@ -97,7 +97,7 @@ def check_drift(evidence: Evidence) -> Finding | None:
         f"The chains have not settled: the second half of the draws lies {percent(share)} "
         f"({format_number(abs(z), 2)} standard errors) {'above' if z > 0 else 'below'} the first; "
         f"raise num_burnin_steps from {burnin} to {burnin + steps} or more"
-        + (f", or raise lr, or {OTHER_QUANTITY}." if z > 0 else ", or train w* further.")
+        + (f", or raise lr, or {MORE_LOCALIZATION}." if z > 0 else ", or train w* further.")
     )
     return Finding("drift", "reject" if share > DRIFT_REJECT else "caution", text)
 
@@ -160,13 +160,13 @@ def check_rhat(evidence: Evidence) -> Finding | None:
         return None
     text = (
         f"R-hat is {rhat:.2f} (limit {RHAT_CAUTION}): the chains disagree, because they are too "
-        f"short for their autocorrelation or sit in different places; {_longer(evidence)} and, if the chains "
-        f"keep apart, {OTHER_QUANTITY}."
+        f"short for their autocorrelation or sit in different places; {_more_draws(evidence)} and, if the "
+        f"chains keep apart, {MORE_LOCALIZATION}."
     )
     return Finding("rhat", "reject" if rhat > RHAT_REJECT else "caution", text)
 
 
-def _longer(evidence: Evidence) -> str:
+def _more_draws(evidence: Evidence) -> str:
     """What makes a chain forget more between its draws."""
     longer = "raise num_draws or num_steps_bw_draws"
     return longer + " or num_leapfrog_steps" * (evidence.settings.get("sampler") == "HMC")
@@ -187,7 +187,7 @@ def check_draws(evidence: Evidence) -> Finding | None:
         factor = math.ceil(2 * ESS_CAUTION / effective)
         text = (
             f"Only {math.floor(effective)} effective draws of {total} (limit {ESS_CAUTION:.0f}), too "
-            f"few for a sure error bar; {_longer(evidence)} {factor}-fold."
+            f"few for a sure error bar; {_more_draws(evidence)} {factor}-fold."
         )
         return Finding("few draws", "reject" if effective < ESS_REJECT else "caution", text)
     relative = estimate.se / abs(estimate.mean) if estimate.mean else math.inf

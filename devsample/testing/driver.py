@@ -25,7 +25,8 @@ _SETTLED = 1.5  # growth of the largest precision below which a round of the pil
 _MOST_LEAPFROGS = 500
 _FEW_ENTRIES = 24
 _ROUNDS = 12  # at the end of a pilot
-_SHORT, _MOST_SHORT = 1 / 16, 64  # short trajectories: their length, and how many follow a long one
+SHORT = 1 / 16  # length of a short trajectory
+_MOST_SHORT = 64  # how many of them follow a long one
 _SMALL_NBETA, _HEATING, _ROUNDS_PER_STAGE = 100.0, 4.0, 8
 _RUNG = 4.0  # between the step sizes ε of two rungs
 
@@ -223,7 +224,7 @@ def _round(position: torch.Tensor, scales: _Scales, box: float | None, generator
     most = max(_MOST_LEAPFROGS, ladder[0][1])
     many = min(size // 3, _MOST_SHORT) if size > _FEW_ENTRIES else 0
     taken = [(lr, min(length, most)) for lr, length in ladder]
-    taken += [(lr, math.ceil(length * _SHORT)) for lr, length in taken for _ in range(many)]
+    taken += [(lr, math.ceil(length * SHORT)) for lr, length in taken for _ in range(many)]
     for lr, length in taken:
         kernel = HMCKernel(
             lr=lr,

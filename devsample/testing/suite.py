@@ -16,7 +16,7 @@ from devsample.errors import InvalidArgumentError
 from devsample.samplers import SAMPLERS, Kernel, Sampler
 from devsample.samplers.hmc import HMCKernel
 from devsample.testing.cases import Case, all_cases
-from devsample.testing.driver import Drive, Ensemble, rungs, settle
+from devsample.testing.driver import SHORT, Drive, Ensemble, rungs, settle
 
 __all__ = ["HEADER", "REQUIRED", "Outcome", "Plan", "plan", "row", "run", "table"]
 
@@ -37,7 +37,6 @@ _DRAWS_PER_ROW = 16  # independent draws that each row must make itself
 _DRAWS_PER_ROUND, _LOOK_EVERY = 256, 8
 _BURNIN = 1 / 32  # of a round
 _SHORTEST_BURNIN = 2000  # steps: time for a preconditioner or a thermostat to adapt
-_SHORT = 1 / 16  # of a trajectory's length, for half of the gradients
 _FEW_RUNGS = 3  # with more, stiffness varies so much that L depends on what only long trajectories change
 _FEWEST_TRANSITIONS = 10  # of HMC and MALA before the first draw
 _SEED = 20240917
@@ -185,7 +184,7 @@ def _reference_plan(
         return Plan(case, name, kernel, rows, math.ceil(4 * relaxation), 1.2 * draws * relaxation)
     cost = 1.2 * draws * 2 * len(steps) / sum(1 / length for _, length in steps)
     if len(steps) <= _FEW_RUNGS:
-        steps += [(lr, math.ceil(length * _SHORT)) for lr, length in steps]
+        steps += [(lr, math.ceil(length * SHORT)) for lr, length in steps]
     kernels = tuple(dataclasses.replace(kernel, lr=lr, num_leapfrog_steps=length) for lr, length in steps)
     rarest = max(length for _, length in steps) * sum(1 / length for _, length in steps)
     return Plan(case, name, kernels[0], rows, math.ceil(32 * rarest), cost, kernels)
