@@ -44,7 +44,7 @@ class CenterLosses:
 
     def mean(self, indices: Iterable[int]) -> float:
         """The loss at w* of the samples with these numbers, one of them as often as it is named."""
-        chosen = np.fromiter(indices, dtype=np.int64)
+        chosen = indices if isinstance(indices, np.ndarray) else np.fromiter(indices, dtype=np.int64)
         if self.weights is None:
             return float(self.sums[chosen].mean())
         weight = float(self.weights[chosen].sum())

@@ -16,6 +16,7 @@ from devsample.baseline import CenterLosses
 from devsample.checkpoints import Checkpoint, save_checkpoint
 from devsample.data.generators import seed_global_generators
 from devsample.data.loader import ChainLoader
+from devsample.data.resident import ResidentRows
 from devsample.data.worker import BatchRequest
 from devsample.fulldata import FullData, Potential, Served
 from devsample.objective import Batch, Objective
@@ -29,7 +30,7 @@ from devsample.samplers.reference import ReferenceKernel
 from devsample.schedule import Row, Schedule, take
 from devsample.seeds import ChainKey, NormalBlocks, Role, stream_seed
 from devsample.specs import Prepared, RunSpec
-from devsample.stacked import RowByRow, Stacked, quiet
+from devsample.stacked import RowByRow, Rows, Stacked, quiet
 from devsample.types import Emit, Event
 
 FLUSH_DRAWS = 256
@@ -45,7 +46,7 @@ OnDraw = Callable[..., None]
 class _Own(NamedTuple):
     """The batches of a step's gradient, and the losses on them, shape (K,)."""
 
-    batches: list[list[Batch]]
+    batches: Rows
     losses: torch.Tensor
 
 
@@ -111,7 +112,7 @@ class Group:
         self._separate = loader.order != "iid"
         self._states = self._evaluator(self.position)
         self.full, self._kept = full, kept
-        self._taken: list[list[Sequence[int]]] = []  # items of the batches taken last, row by row
+        self._taken: Sequence[Any] = []  # items of the batches taken last, row by row
         anchored = getattr(kernel, "control_variate", False)
         self._needs_all = kernel.full_data or anchored
         setting = Setting(
@@ -135,6 +136,7 @@ class Group:
         if kernel.full_data:
             self._chances = NormalBlocks(keys, 2, exact, center.device, Role.ACCEPT)
         self.step = 0
+        self._by_index = None if kernel.full_data else self._resident(loader)
         self._resumed = resumed
         if resumed:
             self.step = resumed[0].step
@@ -200,7 +202,7 @@ class Group:
         own = _Own(batches, losses)
         if draw is not None:
             if self._separate:  # the gradient's own batch is not one that w_t has not seen
-                batches = self._take_all(served, step, Role.LOSS_ORDER)
+                batches = self._take_all(served, step, Role.LOSS_ORDER, draw)
                 losses, at_center = self._states.losses(batches, step), None
             self._record(step, draw, losses, batches, at_center)
         if self._optimizers is not None:
@@ -242,7 +244,7 @@ class Group:
         gradient: torch.Tensor,
         noise: torch.Tensor | None,
         own: _Own,
-        batches: list[list[Batch]],
+        batches: Rows,
         served: Served,
     ) -> None:
         """Put the observables of a draw into the buffer, before its update."""
@@ -252,7 +254,9 @@ class Group:
         if self._anchor is not None:
             assert self.full is not None
             correction = self.full.gradient - self._center_gradient
-        second = self._take_all(served, step, Role.SECOND_ORDER) if self._observer.second_batch else None
+        second = (
+            self._take_all(served, step, Role.SECOND_ORDER, draw) if self._observer.second_batch else None
+        )
         recorded = self._losses[self._pending]
         at = AtDraw(
             step,
@@ -269,7 +273,7 @@ class Group:
         )
         self._observer(self._observed[self._pending], at)
 
-    def _subtract_center(self, batches: list[list[Batch]], step: int) -> torch.Tensor:
+    def _subtract_center(self, batches: Rows, step: int) -> torch.Tensor:
         """Take the control variate g_B(w*) − g(w*) off the gradients; the losses at w* come with it."""
         assert self._anchor is not None
         assert self.full is not None
@@ -277,12 +281,16 @@ class Group:
         self._gradient.sub_(self._center_gradient).add_(self.full.gradient)
         return losses
 
-    def _take_all(self, served: Served, step: int, role: Role) -> list[list[Batch]]:
-        self._taken = [[] for _ in self.rows]
-        return [
-            take(served, row.chain, step, role, items)
-            for row, items in zip(self.rows, self._taken, strict=True)
+    def _take_all(self, served: Served, step: int, role: Role, draw: int | None = None) -> Rows:
+        if self._by_index is not None:
+            batches, self._taken = self._by_index.take(step, role, draw)
+            return batches
+        taken: list[list[Sequence[int]]] = [[] for _ in self.rows]
+        batches = [
+            take(served, row.chain, step, role, items) for row, items in zip(self.rows, taken, strict=True)
         ]
+        self._taken = [list(itertools.chain.from_iterable(items)) for items in taken]
+        return batches
 
     def requests(self) -> Iterator[BatchRequest]:
         """Everything that `run` will take, then the probe steps of each chain."""
@@ -290,6 +298,13 @@ class Group:
             yield from self._loader.full_pass(self._prepared.num_samples)
         if self.kernel.full_data:
             return
+        if self._by_index is None:
+            yield from self._requests_of_steps()
+        for row in self.rows:
+            for step in range(PROBE_STEPS):
+                yield from self._loader.requests(row.chain, step, Role.PROBE_ORDER)
+
+    def _requests_of_steps(self) -> Iterator[BatchRequest]:
         roles = [Role.LOSS_ORDER] if self._separate else []  # of what is read at draws
         roles += [Role.SECOND_ORDER] if self._observer.second_batch else []
         for step in range(self.step, self.schedule.total):
@@ -299,9 +314,6 @@ class Group:
             if draw is not None:
                 for role, row in itertools.product(roles, self.rows):
                     yield from self._loader.requests(row.chain, step, role, draw=draw)
-        for row in self.rows:
-            for step in range(PROBE_STEPS):
-                yield from self._loader.requests(row.chain, step, Role.PROBE_ORDER)
 
     def flush(self) -> None:
         """Write pending draws: the one place where the loop waits for the device."""
@@ -353,6 +365,10 @@ class Group:
         kind = Stacked if len(self.rows) > 1 and not self._prepared.not_stackable else RowByRow
         return kind(self.objective, position, self.center, [row.key for row in self.rows])
 
+    def _resident(self, loader: ChainLoader) -> ResidentRows | None:
+        chains = [row.chain for row in self.rows]
+        return loader.by_index(chains, self.schedule.total)
+
     def _start(self, keys: Sequence[ChainKey]) -> torch.Tensor:
         position = self.center.expand(len(keys), -1).clone()
         if self._run.start == "prior":
@@ -365,7 +381,7 @@ class Group:
         step: int,
         draw: int,
         losses: torch.Tensor,
-        batches: list[list[Batch]],
+        batches: Rows,
         at_center: torch.Tensor | None,
     ) -> None:
         """Put losses and baselines of a draw into the buffer."""
@@ -376,7 +392,7 @@ class Group:
         elif at_center is not None:
             target[1] = at_center
         elif self._kept is not None:
-            means = [self._kept.mean(itertools.chain.from_iterable(items)) for items in self._taken]
+            means = [self._kept.mean(items) for items in self._taken]
             target[1] = torch.tensor(means, dtype=target.dtype, device="cpu")
         else:
             target[1] = self._states.center_losses(batches, step)
@@ -387,7 +403,7 @@ class Group:
                     self._on_draw(**self._describe(number, step, draw, target[:, number], batches[number]))
 
     def _describe(
-        self, number: int, step: int, draw: int, target: torch.Tensor, batches: list[Batch]
+        self, number: int, step: int, draw: int, target: torch.Tensor, batches: Sequence[Batch]
     ) -> dict[str, Any]:
         """What callbacks and functions are told of a row's draw."""
         loss, baseline = target.tolist()

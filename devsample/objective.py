@@ -12,7 +12,7 @@ import torch
 
 from devsample.averages import Gathered, Sums, Watch
 from devsample.data.batches import opened
-from devsample.data.generators import seed_global_generators
+from devsample.data.generators import cuda_is_used, seed_global_generators
 from devsample.errors import DevsampleError, EvaluateError
 from devsample.flat import FlatParameters
 from devsample.losses import default_evaluate, read_output
@@ -214,24 +214,6 @@ class Objective:
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.flat.device.type, dtype=self.autocast_dtype)
-
-
-def cuda_is_used() -> bool:
-    """Whether this process has a CUDA context already; asking makes none."""
-    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def global_random_state() -> tuple[bytes, ...]:
-    """A fingerprint of the global generators, to see whether something drew from them."""
-    kind, words, position, *_ = np.random.get_state()  # noqa: NPY002 - the global one is watched
-    states = [
-        torch.default_generator.get_state().numpy().tobytes(),
-        repr(random.getstate()).encode(),
-    ]
-    states += [np.asarray(words).tobytes(), f"{kind}{position}".encode()]
-    if cuda_is_used():
-        states += [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
-    return tuple(states)
 
 
 @contextlib.contextmanager

@@ -17,13 +17,14 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from devsample.baseline import CenterLosses, Collector, reproduces, same_items
 from devsample.chain import PROBE_STEPS
+from devsample.data.generators import global_random_state
 from devsample.data.loader import ChainLoader
 from devsample.data.worker import BatchRequest
 from devsample.descent import measure_descent
 from devsample.errors import EvaluateError, InvalidArgumentError
 from devsample.flat import FlatParameters, Masks
 from devsample.losses import nbeta_for
-from devsample.objective import Batch, Objective, global_random_state
+from devsample.objective import Batch, Objective
 from devsample.probes import Probe
 from devsample.samplers import SGLDKernel
 from devsample.seeds import ChainKey, NormalBlocks, Role

@@ -145,24 +145,30 @@ class IndexBlocks:
         role: ``Role.ORDER`` for the gradient, ``Role.LOSS_ORDER`` for separate losses.
         num_samples: indices are in ``[0, num_samples)``.
         size: indices per step.
+
+    Attributes:
+        steps: S, steps per block.
     """
 
     def __init__(self, key: ChainKey, role: Role, num_samples: int, size: int) -> None:
         self._key, self._role = key, role
         self._num_samples, self._size = num_samples, size
-        self._steps = max(1, NUMBERS_PER_BLOCK // size)
+        self.steps = max(1, NUMBERS_PER_BLOCK // size)
         self._block = -1
         self._rows = np.empty((0, size), dtype=np.int64)
 
     def __call__(self, step: int) -> np.ndarray:
         """Indices of ``step``, shape ``(size,)``, int64."""
-        block, row = divmod(step, self._steps)
+        block, row = divmod(step, self.steps)
         if block != self._block:
-            generator = np.random.Generator(philox(self._key, self._role, block))
-            self._rows = generator.integers(0, self._num_samples, size=(self._steps, self._size))
-            self._block = block
+            self._rows, self._block = self.block(block), block
         indices: np.ndarray = self._rows[row]
         return indices
+
+    def block(self, number: int) -> np.ndarray:
+        """Indices of the steps of a block, shape ``(steps, size)``."""
+        generator = np.random.Generator(philox(self._key, self._role, number))
+        return generator.integers(0, self._num_samples, size=(self.steps, self._size))
 
 
 class NormalBlocks:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from devsample.averages import Gathered, Sums
-from devsample.data.batches import like_dataclass, like_mapping, opened
+from devsample.data.batches import children_of, opened, rebuilt
+from devsample.data.resident import Together
 from devsample.errors import EvaluateError
 from devsample.objective import Batch, Objective
 from devsample.seeds import ChainKey, NormalBlocks, Role
@@ -312,8 +313,7 @@ class Stack:
 
     def batch(self, leaves: Sequence[torch.Tensor]) -> Any:
         """A batch with these tensors."""
-        given = iter(leaves)
-        return _rebuilt(self.like, lambda _: next(given))
+        return rebuilt(self.like, leaves)
 
 
 Stacks = Sequence[tuple[float, Stack]]
@@ -326,6 +326,9 @@ def stacks_of(batches: Rows) -> Stacks:
     Raises:
         NotStackable: they do not fit together.
     """
+    if isinstance(batches, Together):
+        total = sum(count for count, _ in batches.micros)
+        return [(count / total, Stack(batches.like, leaves, 0)) for count, leaves in batches.micros]
     counts = [[count for count, _ in row] for row in batches]
     if any(one != counts[0] for one in counts):
         raise NotStackable("the chains' batches differ in size")
@@ -369,36 +372,9 @@ def _walk(batch: Any, leaves: list[torch.Tensor], rest: list[Any]) -> None:
     if isinstance(batch, (str, bytes, int, float, complex, type(None))):
         rest.append(batch)
         return
-    children = _children(batch)
+    children = children_of(batch)
     if children is None:
         raise NotStackable(f"a batch holds a {type(batch).__name__}, which is not known to stack")
     for key, value in children:
         rest.append(key)
         _walk(value, leaves, rest)
-
-
-def _children(batch: Any) -> list[tuple[Any, Any]] | None:
-    if isinstance(batch, Mapping):
-        return list(batch.items())
-    if isinstance(batch, (list, tuple)):
-        return list(enumerate(batch))
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return [(one.name, getattr(batch, one.name)) for one in dataclasses.fields(batch)]
-    return None
-
-
-def _rebuilt(batch: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``batch`` with other tensors, in the order in which `_walk` meets them."""
-    if isinstance(batch, torch.Tensor):
-        return replace(batch)
-    children = None if isinstance(batch, (str, bytes)) else _children(batch)
-    if children is None:
-        return batch
-    new = {key: _rebuilt(value, replace) for key, value in children}
-    if isinstance(batch, Mapping):
-        return like_mapping(batch, new)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*new.values())
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(new.values())
-    return like_dataclass(batch, new)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -56,3 +56,50 @@ def like_dataclass(batch: Any, moved: Mapping[str, Any]) -> Any:
     """A copy of a dataclass with other fields."""
     settable = {one.name for one in dataclasses.fields(batch) if one.init}
     return dataclasses.replace(batch, **{name: value for name, value in moved.items() if name in settable})
+
+
+def children_of(batch: Any) -> list[tuple[Any, Any]] | None:
+    """What a container holds, by name or place; None if it is none that is known."""
+    if isinstance(batch, Mapping):
+        return list(batch.items())
+    if isinstance(batch, (list, tuple)):
+        return list(enumerate(batch))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [(one.name, getattr(batch, one.name)) for one in dataclasses.fields(batch)]
+    return None
+
+
+def leaves_of(batch: Any) -> list[torch.Tensor]:
+    """The tensors of a batch, in a fixed order."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    children = None if isinstance(batch, (str, bytes)) else children_of(batch)
+    return [leaf for _, child in children or () for leaf in leaves_of(child)]
+
+
+def rebuilt(batch: Any, leaves: Sequence[torch.Tensor]) -> Any:
+    """``batch`` with other tensors, in the order of `leaves_of`."""
+    if (
+        type(batch) is list
+        and len(batch) == len(leaves)
+        and all(isinstance(one, torch.Tensor) for one in batch)
+    ):
+        return list(leaves)
+    given = iter(leaves)
+    return _with(batch, lambda _: next(given))
+
+
+def _with(batch: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return replace(batch)
+    children = None if isinstance(batch, (str, bytes)) else children_of(batch)
+    if children is None:
+        return batch
+    new = {key: _with(value, replace) for key, value in children}
+    if isinstance(batch, Mapping):
+        return like_mapping(batch, new)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*new.values())
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(new.values())
+    return like_dataclass(batch, new)

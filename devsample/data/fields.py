@@ -93,18 +93,23 @@ def numbers(spec: LoaderSpec) -> dict[str, Any]:
 def switches(spec: LoaderSpec) -> dict[str, Any]:
     """What is on or off as bools; the names of a device and of functions are checked."""
     kept: dict[str, Any] = {}
-    for name in ("pin_memory", "drop_last", "persistent_workers", "in_order"):
-        value = getattr(spec, name)
-        if value is None and name == "pin_memory":
+    for name in ("pin_memory", "drop_last", "persistent_workers", "in_order", "resident"):
+        value, may_be_open = getattr(spec, name), name in ("pin_memory", "resident")
+        if value is None and may_be_open:
             continue
         if not isinstance(value, (bool, np.bool_)):
-            choice = "True, False or None" if name == "pin_memory" else "True or False"
+            choice = "True, False or None" if may_be_open else "True or False"
             raise InvalidArgumentError(f"{name}: expected {choice}, got {value!r}.")
         kept[name] = bool(value)
     if not kept["in_order"]:
         raise InvalidArgumentError("in_order: a stream of batches has an order; leave it True.")
     if kept["drop_last"] and spec.batch_size is None:
         raise InvalidArgumentError("drop_last: has no meaning with batch_size=None; drop it.")
+    if kept.get("resident") and spec.num_workers > 0:
+        raise InvalidArgumentError(
+            f"resident: True leaves the loader workers (num_workers={spec.num_workers}) nothing to do; give "
+            "one of the two."
+        )
     if not isinstance(spec.pin_memory_device, str):
         raise InvalidArgumentError(
             f'pin_memory_device: expected the name of a device, e.g. "cuda", got {spec.pin_memory_device!r}.'

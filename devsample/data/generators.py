@@ -77,6 +77,24 @@ class _SetAside:
             _numpy.set_state(self._state)
 
 
+def cuda_is_used() -> bool:
+    """Whether this process has a CUDA context already; asking makes none."""
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def global_random_state() -> tuple[bytes, ...]:
+    """A fingerprint of the global generators, to see whether something drew from them."""
+    kind, words, position, *_ = _numpy.get_state()
+    states = [
+        torch.default_generator.get_state().numpy().tobytes(),
+        repr(random.getstate()).encode(),
+    ]
+    states += [np.asarray(words).tobytes(), f"{kind}{position}".encode()]
+    if cuda_is_used():
+        states += [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
+    return tuple(states)
+
+
 _LARGEST_SEARCH = 20_000  # objects looked at
 _LARGEST_CONTAINER = 1_000  # longer lists hold data, not generators
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), np.ndarray, torch.Tensor, ModuleType)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import multiprocessing
 import signal
 import threading
@@ -25,6 +26,7 @@ from devsample.data.carriers import Carried, carry, pass_through
 from devsample.data.dealing import Dealer, Epoch, Stream
 from devsample.data.generators import preserved_global_generators, seed_global_generators
 from devsample.data.orders import Order, batch_length, make_order
+from devsample.data.resident import Columns, NotResident, ResidentRows, columns_of
 from devsample.data.sending import is_no_space
 from devsample.data.spec import LoaderSpec, is_iterable
 from devsample.data.streams import known_shares
@@ -36,7 +38,7 @@ from devsample.data.worker import (
     WorkerStart,
     as_it_is,
 )
-from devsample.errors import LoaderError, LoaderWarning, LoaderWorkerError
+from devsample.errors import InvalidArgumentError, LoaderError, LoaderWarning, LoaderWorkerError
 from devsample.machine import describe_exit, hidden_main_module, worker_server
 from devsample.seeds import ChainKey, Role, stream_seed
 
@@ -85,6 +87,9 @@ class ChainLoader:
         if spec.num_workers > 0:
             self._resources.enter_context(worker_server(spec.multiprocessing_context))
         self._loader = self._build(dataset)
+        self._columns: Columns | None = None
+        if spec.resident:
+            self._columns = self._make_columns()
 
     @property
     def order(self) -> str:
@@ -102,19 +107,41 @@ class ChainLoader:
             role: the purpose.
             draw: the number of the draw, if the batches are read at draws only.
         """
-        number = step if draw is None else draw
-        if role in (Role.LOSS_ORDER, Role.SECOND_ORDER):
-            number += self._lead(chain, role)
         if self.is_stream:
-            return self._stream_requests(chain, step, role, number)
-        own_order = self.order == "user" or role == Role.ORDER
-        pieces = self._order(chain, role)(number if own_order else step)
+            return self._stream_requests(chain, step, role, self._number(chain, step, role, draw))
+        pieces = self._pieces(chain, step, role, draw)
         epoch = self._order(chain, Role.ORDER).epoch(step) if self._wants_epoch else 0
         last = len(pieces) - 1
         return [
             self._request(chain, step, micro, role, piece, last=micro == last, epoch=epoch)
             for micro, piece in enumerate(pieces)
         ]
+
+    def by_index(self, chains: Sequence[int], steps: int) -> ResidentRows | None:
+        """The batches of chains from memory, if the data lie there or can be brought there.
+
+        Args:
+            chains: their numbers.
+            steps: how many they make.
+        """
+        if self.is_stream:
+            return None
+        if self._columns is None:
+            reads = steps * len(chains) * self._micro_size * self._accumulate
+            try:
+                maker: Any = self._loader.dataset
+                self._columns = columns_of(maker, self.spec, self._num_items, reads, self._device)
+            except NotResident:
+                return None
+        return ResidentRows(
+            self._columns,
+            self.spec,
+            chains,
+            [self._keys[chain] for chain in chains],
+            count=self._num_items,
+            sizes=(self._micro_size, self._accumulate),
+            pieces=self._pieces,
+        )
 
     def reads_all(self, count: int) -> bool:
         """Whether `full_pass` reads every sample once."""
@@ -267,6 +294,29 @@ class ChainLoader:
                 waited = time.monotonic() - started
                 if 0 < self.spec.timeout <= waited:
                     raise _Stuck(waited) from None
+
+    def _make_columns(self) -> Columns:
+        try:
+            if self.is_stream:
+                raise NotResident("it is a stream")
+            maker: Any = self._loader.dataset
+            return columns_of(maker, self.spec, self._num_items, math.inf, self._device)
+        except NotResident as reason:
+            self.close()
+            raise InvalidArgumentError(
+                f"resident: True, but the data set cannot be kept as tensors: {reason}. Leave resident out."
+            ) from reason.__cause__
+
+    def _number(self, chain: int, step: int, role: Role, draw: int | None) -> int:
+        """The place in an order of its own of what is read at a step."""
+        number = step if draw is None else draw
+        ahead = role in (Role.LOSS_ORDER, Role.SECOND_ORDER)
+        return number + self._lead(chain, role) if ahead else number
+
+    def _pieces(self, chain: int, step: int, role: Role, draw: int | None) -> list[list[int]]:
+        """The micro-batches of a step, as indices."""
+        own_order = self.order == "user" or role == Role.ORDER
+        return self._order(chain, role)(self._number(chain, step, role, draw) if own_order else step)
 
     def _stream_requests(self, chain: int, step: int, role: Role, number: int) -> list[BatchRequest]:
         first, last = number * self._accumulate, self._accumulate - 1

@@ -72,12 +72,17 @@ def make_order(
     if spec.order == "user":
         user = _UserOrder(spec.sampler, key, role, size, spec.drop_last)
         return Order(user, micro_size, user.epoch)
-    if spec.order == "iid" or role != Role.ORDER:
+    if is_independent(spec, role):
         blocks = IndexBlocks(key, role, num_samples, size)
         return Order(blocks, micro_size, lambda step: step * size // num_samples)
     shuffled = spec.order == "epoch"
     order = _EpochOrder(key, num_samples, size, shuffled=shuffled, drop_last=spec.drop_last)
     return Order(order, micro_size, order.epoch)
+
+
+def is_independent(spec: LoaderSpec, role: Role) -> bool:
+    """Whether what is read for a purpose is drawn independently and uniformly."""
+    return spec.order == "iid" or (spec.order != "user" and role != Role.ORDER)
 
 
 def batch_length(spec: LoaderSpec, key: ChainKey) -> int:

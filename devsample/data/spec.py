@@ -81,6 +81,11 @@ class LoaderSpec:
         persistent_workers: keep workers between the chains of a process (the default).
         pin_memory_device: as for DataLoader.
         in_order: must be True: a stream has an order.
+        resident: whether the batches of a step are taken by index from tensors that hold all the data, on
+            the chain's device, all chains' at once; they are the same batches. None: for a
+            ``TensorDataset`` with torch's own collate function, and for a map-style data set of up to
+            64 MiB whose items are not random, if the chains read it whole and ``num_workers=0``. True: an
+            error if it cannot be. False: never.
         worker_dataset: how the data set reaches workers that are not forked: "pickle" sends the
             chain's own, "rebuild" calls the factory in every worker, "auto" sends it if it can.
 
@@ -118,6 +123,7 @@ class LoaderSpec:
     persistent_workers: bool = True
     pin_memory_device: str = ""
     in_order: bool = True
+    resident: bool | None = None
     worker_dataset: Literal["auto", "pickle", "rebuild"] = "auto"
 
     def __post_init__(self) -> None:

@@ -152,7 +152,7 @@ class IndexedBatches(BatchMaker):
         return self.__dict__ | {"_generators": None, "_epoch": -1, "_kept": {}}
 
     @property
-    def _rows(self) -> tuple[torch.Tensor, ...] | None:
+    def columns(self) -> tuple[torch.Tensor, ...] | None:
         """Tensors that can be indexed at once, which gives what collating their rows would."""
         plain = self.batched and type(self.dataset.value) is TensorDataset
         return self.dataset.value.tensors if plain and self.collate.value is default_collate else None
@@ -167,11 +167,11 @@ class IndexedBatches(BatchMaker):
         """The batch; whatever the user's code raises comes as it is."""
         if self.seeded:
             self._seed(request)
-        rows = self._rows
-        if rows is not None:
+        columns = self.columns
+        if columns is not None:
             index = torch.tensor(request.indices, device="cpu")
-            return [one[index] for one in rows]
-        return self._collated(self._items(request.indices))
+            return [one[index] for one in columns]
+        return self._collated(self.items(request.indices))
 
     def where(self, request: BatchRequest) -> tuple[str, str]:
         """The place of a request in words, and the items it is about."""
@@ -190,7 +190,8 @@ class IndexedBatches(BatchMaker):
         seed_global_generators(request.seed)
         reseed(self._generators, request.seed)
 
-    def _items(self, indices: Sequence[int]) -> Any:
+    def items(self, indices: Sequence[int]) -> Any:
+        """What the data set gives for these numbers; whatever it raises comes as it is."""
         dataset = self.dataset.value
         if not self.batched:
             return dataset[indices[0]]

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from devsample.data.generators import seed_global_generators
+from devsample.data.generators import global_random_state, seed_global_generators
 from devsample.errors import EvaluateError
-from devsample.objective import Batch, Objective, global_random_state
+from devsample.objective import Batch, Objective
 from devsample.observables.declared import Declared, Function
 from devsample.observing.functions import call, named
 from devsample.observing.losses import OnData, PerSample, objective_of
