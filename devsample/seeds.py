@@ -119,19 +119,40 @@ def stream_seed(key: ChainKey, role: Role, block: int, part: int = 0) -> int:
     return _seeder(key, role, block, part)
 
 
-class _Seeder(threading.local):
+class _Stream:
     """One counter generator that is set to the start of a block: cheaper than a new one a block."""
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(0)
         self._state: Any = self._philox.state
+        self._key, self._counter = np.zeros(2, np.uint64), np.zeros(4, np.uint64)
+        self._state["state"] |= {"key": self._key, "counter": self._counter}
+        self._generator = np.random.Generator(self._philox)
+
+    def raw(self, key: ChainKey, role: Role, block: int, part: int, count: int) -> np.ndarray:
+        """The first ``count`` words of a block, uint64."""
+        self._go_to(key, role, block, part)
+        return self._philox.random_raw(count)
+
+    def generator(self, key: ChainKey, role: Role, block: int) -> np.random.Generator:
+        """A generator at the start of a block, until the next call."""
+        self._go_to(key, role, block, 0)
+        return self._generator
+
+    def _go_to(self, key: ChainKey, role: Role, block: int, part: int) -> None:
+        self._key[0], self._key[1] = key.low, key.high
+        self._counter[1], self._counter[2], self._counter[3] = block, part, (key.chain << 16) | role
+        self._philox.state = self._state
+
+
+class _Seeder(threading.local):
+    """A stream of each thread's own."""
+
+    def __init__(self) -> None:
+        self._stream = _Stream()
 
     def __call__(self, key: ChainKey, role: Role, block: int, part: int) -> int:
-        inner = self._state["state"]
-        inner["key"] = np.array([key.low, key.high], dtype=np.uint64)
-        inner["counter"] = np.array([0, block, part, (key.chain << 16) | int(role)], dtype=np.uint64)
-        self._philox.state = self._state
-        return int(self._philox.random_raw())
+        return int(self._stream.raw(key, role, block, part, 1)[0])
 
 
 _seeder = _Seeder()
@@ -153,6 +174,7 @@ class IndexBlocks:
     def __init__(self, key: ChainKey, role: Role, num_samples: int, size: int) -> None:
         self._key, self._role = key, role
         self._num_samples, self._size = num_samples, size
+        self._stream = _Stream()
         self.steps = max(1, NUMBERS_PER_BLOCK // size)
         self._block = -1
         self._rows = np.empty((0, size), dtype=np.int64)
@@ -167,7 +189,7 @@ class IndexBlocks:
 
     def block(self, number: int) -> np.ndarray:
         """Indices of the steps of a block, shape ``(steps, size)``."""
-        generator = np.random.Generator(philox(self._key, self._role, number))
+        generator = self._stream.generator(self._key, self._role, number)
         return generator.integers(0, self._num_samples, size=(self.steps, self._size))
 
 
@@ -195,7 +217,7 @@ class NormalBlocks:
         self._steps = max(1, NUMBERS_PER_BLOCK // max(1, min(size, ELEMENTS_PER_PART)))
         self._fill = _Filler(device)
         self._raw: dict[int, torch.Tensor] = {}
-        self._averaged: tuple[int, torch.Tensor] | None = None
+        self._averaged: tuple[int, tuple[torch.Tensor, ...]] | None = None
 
     def plain(self, step: int) -> torch.Tensor:
         """R_step, shape (K, P)."""
@@ -207,8 +229,8 @@ class NormalBlocks:
         block, row = divmod(step, self._steps)
         if self._averaged is None or self._averaged[0] != block:
             self._averaged = None  # free it first
-            self._averaged = (block, self._average(block))
-        return self._averaged[1][:, row]
+            self._averaged = (block, self._average(block).unbind(1))
+        return self._averaged[1][row]
 
     def _average(self, block: int) -> torch.Tensor:
         now, following = self._block(block), self._block(block + 1)
@@ -219,19 +241,23 @@ class NormalBlocks:
         return shifted.add_(now).mul_(0.5)
 
     def _block(self, block: int) -> torch.Tensor:
-        if block not in self._raw:
+        found = self._raw.get(block)
+        if found is None:
             for old in [other for other in self._raw if abs(other - block) != 1]:
                 del self._raw[old]
-            self._raw[block] = self._make(block)
-        return self._raw[block]
+            found = self._raw[block] = self._make(block)
+        return found
 
     def _make(self, block: int) -> torch.Tensor:
         shape = (len(self._keys), self._steps, self._size)
         numbers = torch.empty(shape, dtype=self._dtype, device=self._device)
-        for chain, key in enumerate(self._keys):
+        if self._size <= ELEMENTS_PER_PART:
+            for piece, key in zip(numbers.unbind(0), self._keys, strict=True):
+                self._fill(piece, key, self._role, block, 0)
+            return numbers
+        for row, key in zip(numbers, self._keys, strict=True):
             for part, start in enumerate(range(0, self._size, ELEMENTS_PER_PART)):
-                piece = numbers[chain, :, start : start + ELEMENTS_PER_PART]
-                self._fill(piece, key, self._role, block, part)
+                self._fill(row[:, start : start + ELEMENTS_PER_PART], key, self._role, block, part)
         return numbers
 
 
@@ -240,18 +266,18 @@ class _Filler:
 
     def __init__(self, device: torch.device) -> None:
         self._generator = torch.Generator(device=device)
+        self._stream = _Stream()
         self._on_cpu = device.type == "cpu"
         if self._on_cpu:
             self._state = _checked_state(self._generator)
             self._words = self._state.numpy()[_STATE_HEADER:][: 8 * _STATE_WORDS].view(np.uint64)
 
     def __call__(self, out: torch.Tensor, key: ChainKey, role: Role, block: int, part: int) -> None:
-        stream = philox(key, role, block, part)
         if self._on_cpu:
-            self._words[:] = stream.random_raw(_STATE_WORDS // 2).view(np.uint32)
+            self._words[:] = self._stream.raw(key, role, block, part, _STATE_WORDS // 2).view(np.uint32)
             self._generator.set_state(self._state)
         else:
-            self._generator.manual_seed(int(stream.random_raw()))
+            self._generator.manual_seed(int(self._stream.raw(key, role, block, part, 1)[0]))
         out.normal_(generator=self._generator)
 
 

@@ -180,8 +180,10 @@ class ResidentRows:
 
     def _together(self, index: torch.Tensor, lengths: Sequence[int]) -> Rows:
         """What the columns of ``index``, shape (K, samples of a step), stand for, cut into micro-batches."""
-        ends = list(itertools.accumulate(lengths))
-        parts = [index[:, end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        parts = [index]
+        if len(lengths) > 1:
+            ends = list(itertools.accumulate(lengths))
+            parts = [index[:, end - length : end] for end, length in zip(ends, lengths, strict=True)]
         if len(index) == 1 or not self._columns.in_rows:
             return [
                 [(length, self._batch(part[row])) for length, part in zip(lengths, parts, strict=True)]
